@@ -40,6 +40,7 @@ from dakrun.requests import (
     Request,
     RowError,
     Tokenizer,
+    given_markers,
 )
 from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
@@ -95,6 +96,7 @@ class LLM(OfflineCalls):
         **options: Unpack[Keywords],
     ) -> None:
         run = run_options(options, run)
+        given_markers(run.reasoning)
         if run.threads is not None:
             check_threads(run.threads)
         torch.set_num_threads(run.threads or min(torch.get_num_threads(), usable_cores()))
@@ -280,7 +282,9 @@ def _tokenizer(directory: Path | None, run: RunOptions) -> Tokenizer | None:
     if not run.needs_tokenizer and not Tokenizer.is_in(directory):
         return None
     started = run.started or datetime.now()
-    return Tokenizer.load(directory, chat_template=run.chat_template, started=started)
+    return Tokenizer.load(
+        directory, chat_template=run.chat_template, started=started, reasoning=run.reasoning
+    )
 
 
 def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

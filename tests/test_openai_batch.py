@@ -34,6 +34,9 @@ class ChatTokenizer(ByteTokenizer):
 
     has_chat_template = True
 
+    def markers(self, tools: object) -> None:
+        """None: answers have no thoughts."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return super().encode(text) if add_special_tokens else tuple(text.encode())
 

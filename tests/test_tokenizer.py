@@ -137,16 +137,20 @@ def test_a_chat_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(chat_template, "LIMIT_S", 2.0)
     chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=HOSTILE))
     rules = PromptRules(vocab_size=999, max_model_len=64, max_positions=64, tokenizer=chatty)
+
+    def ids_of(messages: list[dict[str, str]]) -> tuple[int, ...]:
+        return rules.encode(rules.chat_text(messages), add_special_tokens=False)
+
     for text, reason in {
         "endless": r"does not end within 2 s",
         "large": r"takes more than 512 MiB",
         "long": r"makes 40000004 characters",
     }.items():
-        assert rules.chat([{"role": "user", "content": "hi"}]) == tuple(byte_ids(b"hi"))
+        assert ids_of([{"role": "user", "content": "hi"}]) == tuple(byte_ids(b"hi"))
         with pytest.raises(BadRow, match=reason) as caught:
-            rules.chat([{"role": "user", "content": text}])
+            ids_of([{"role": "user", "content": text}])
         assert caught.value.code == "invalid_prompt"
-    assert rules.chat([{"role": "user", "content": "é\n"}]) == tuple(byte_ids("é\n".encode()))
+    assert ids_of([{"role": "user", "content": "é\n"}]) == tuple(byte_ids("é\n".encode()))
 
 
 def test_the_process_of_a_chat_template_ends_with_its_tokenizer(tmp_path: Path) -> None:

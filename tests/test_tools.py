@@ -20,7 +20,7 @@ from dakrun.demo import MODEL
 from dakrun.engine.progress import RequestState
 from dakrun.engine.results import completion as completion_of
 from dakrun.engine.step import Sampling
-from dakrun.requests import BadRow, EstimatedRules, PromptRules, Reply, Request, Tokenizer
+from dakrun.requests import Answer, BadRow, EstimatedRules, PromptRules, Reply, Request, Tokenizer
 from dakrun.requests.lengths import PromptStarts, json_lengths
 from dakrun.requests.messages import RESERVED
 from dakrun.requests.native_rows import parse_native
@@ -266,7 +266,7 @@ def call_with(arguments: object) -> list[dict[str, Any]]:
          "invalid_field", "the function of tool 1 has no name"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, "unsupported_field",
          "tool_choice is 'required'; only 'auto' and 'none' are"),
-        ({"messages": [USER], "tool_choice": "required"}, "unsupported_field", "tool_choice is 'req"),
+        ({"messages": [USER], "tool_choice": "required"}, "unsupported_field", "tool_choice is 'r"),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": {"type": "function"}},
          "unsupported_field", "tool_choice is an object; only 'auto' and 'none'"),
         ({"messages": [USER], "tools": TOOLS, "parallel_tool_calls": 1}, "invalid_field",
@@ -335,11 +335,13 @@ def test_calls_of_known_families(
     form = call_format_of(template)
     assert form is not None
     found = find_calls(text, form, "row")
-    assert found is not None and found.content == content
-    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == calls
-    assert all("Z\\u" not in call.arguments for call in found.tool_calls)
+    assert found is not None and found[0] == content
+    assert [(call.name, json.loads(call.arguments)) for call in found[1]] == calls
+    assert all("Z\\u" not in call.arguments for call in found[1])
     assert found == find_calls(text, form, "row"), "a rerun repeats the ids"
-    ids = [call.id for call in (*found.tool_calls, *find_calls(text, form, "b").tool_calls)]  # type: ignore[union-attr]
+    other = find_calls(text, form, "another row")
+    assert other is not None
+    ids = [call.id for call in (*found[1], *other[1])]
     assert len(set(ids)) == 2 * len(calls)
     assert all(len(id) == 9 and id.isalnum() for id in ids), "as Mistral's template wants them"
 
@@ -435,7 +437,8 @@ def test_without_tools_to_call_an_answer_is_text(
 
 def test_calls_in_a_native_row() -> None:
     calls = (ToolCall("123456789", "now", "{}"),)
-    found = replace(completion(), tool_calls=calls, finish_reason="tool_calls", reply=Reply())
+    answer = Answer(content="", tool_calls=calls)
+    found = replace(completion(), answer=answer, finish_reason="tool_calls", reply=Reply())
     row = json.loads(result_line([found]))
     assert row["text"] == "so" and row["tool_calls"] == [
         {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": "{}"}}

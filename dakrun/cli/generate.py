@@ -19,6 +19,7 @@ from dakrun.cli.options import (
     policy_options,
     profile_option,
     ray_options,
+    reasoning_option,
     run_options,
     sampling_options,
     threads_option,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 @policy_options
 @load_format_option()
 @chat_template_option
+@reasoning_option
 @threads_option()
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")
@@ -192,6 +194,7 @@ def generate(
             max_model_len=max_len,
             tokenizer_directory=folder,
             chat_template=run.chat_template,
+            reasoning=run.reasoning,
         )
         if note := writer.identify(fingerprint):
             say(note)

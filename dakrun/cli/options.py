@@ -98,6 +98,25 @@ chat_template_option = click.option(
 )
 
 
+def _reasoning(ctx: click.Context, param: click.Parameter, reasoning: str) -> str:
+    """--reasoning, if it is auto, off or two markers."""
+    from dakrun.requests import given_markers
+
+    given_markers(reasoning)
+    return reasoning
+
+
+reasoning_option = click.option(
+    "--reasoning",
+    metavar="auto|off|OPEN,CLOSE",
+    default="auto",
+    show_default=True,
+    callback=_reasoning,
+    help="Markers of the thoughts that answers to chats begin with, such as <think>,</think>; "
+    "auto: those that the chat template is written for. Off: thoughts are a part of the answer.",
+)
+
+
 def _seconds(
     ctx: click.Context, param: click.Parameter, milliseconds: float | None
 ) -> float | None:

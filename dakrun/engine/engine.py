@@ -164,7 +164,7 @@ class Engine:
                 raise ValueError("stop strings need a tokenizer")
             is_chat = request.reply.is_chat
             added = self._tokenizer.continuation(request.prompt_ids, is_chat=is_chat)
-            stop = StopStrings(params.stop, added.spelled)
+            stop = StopStrings(params.stop, added.spelled, request.reply.thought)
         limit = params.limit(self._max_len - length)
         sampling = Sampling(params, request_seed(params.seed, request.id))
         return RequestState(request, stop, sampling, limit, request.prompt_ids)

@@ -1,17 +1,21 @@
 """Results of requests: completions, and errors of rows. Knows nothing of slots and steps."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from dakrun.config import Dtype
 from dakrun.engine.progress import RequestState
 from dakrun.requests import (
     CALL_TOKENS,
+    Answer,
     Completion,
+    Continuation,
     Logprobs,
     Request,
     RowError,
     Tokenizer,
     TokenLogprob,
+    ToolCall,
     find_calls,
 )
 
@@ -28,27 +32,51 @@ def completion(
             tokens = tokens[:-1]
         added = tokenizer.continuation(r.request.prompt_ids, is_chat=reply.is_chat)
         text = added.text(tokens, r.stop)
-        if reply.call_format is not None:
-            spelled = added.text(tokens, r.stop, keep=CALL_TOKENS[reply.call_format])
-            row = f"{r.request.id}\0{reply.choice}"
-            answer = find_calls(spelled, reply.call_format, row)
+        answer = _answer(r, tokens, tokenizer, added)
         if r.request.params.logprobs is not None:
             offsets = tuple(min(at, len(text)) for at in added.offsets(r.tokens))
     return Completion(
         id=r.request.id,
         text=text,
         token_ids=tuple(r.tokens),
-        finish_reason="tool_calls" if answer and reason == "stop" else reason,
+        finish_reason="tool_calls" if reason == "stop" and answer and answer.tool_calls else reason,
         prompt_tokens=len(r.request.prompt_ids),
         ttft_s=r.first_token - r.started,
         tpot_s=(r.last_token - r.first_token) / further if further else 0.0,
         reply=reply,
         logprobs=_logprobs(r, tokenizer),
         text_offset=offsets,
-        tool_calls=answer.tool_calls[: 1 if reply.one_call else None] if answer else (),
-        content=answer and answer.content,
+        answer=answer,
         prompt=r.request.prompt,
         prompt_token_ids=r.request.prompt_ids,
+    )
+
+
+def _answer(
+    r: RequestState, tokens: Sequence[int], tokenizer: Tokenizer, added: Continuation
+) -> Answer | None:
+    """The parts of the text of `tokens`; None if it has neither a thought nor calls of tools."""
+    reply = r.request.reply
+    thought, form = reply.thought, reply.call_format
+    marks = thought.markers if thought else ()
+    text = added.text(tokens, r.stop, keep=marks)
+    reasoning, content = thought.split(text) if thought else (None, text)
+    count = 0 if reasoning is None else len(r.tokens)
+    if thought and reasoning is not None and content is not None:
+        count = tokenizer.tokens_through(r.tokens, thought.markers.close, added)
+    calls: tuple[ToolCall, ...] = ()
+    if form and content is not None:
+        spelled = added.text(tokens, r.stop, keep=(*marks, *CALL_TOKENS[form]))
+        rest = thought.split(spelled)[1] if thought else spelled
+        found = find_calls(rest or "", form, f"{r.request.id}\0{reply.choice}")
+        content, calls = found or (content, ())
+    if reasoning is None and not calls:
+        return None
+    return Answer(
+        content=content and content.strip(),
+        tool_calls=calls[: 1 if reply.one_call else None],
+        reasoning=reasoning,
+        reasoning_tokens=count,
     )
 
 

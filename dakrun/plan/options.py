@@ -38,6 +38,8 @@ class RunOptions:
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
       that has none takes and returns token ids.
     - `chat_template`: a Jinja template in place of the tokenizer's own.
+    - `reasoning`: the markers of thoughts in answers, OPEN,CLOSE, by default ("auto") those of the
+      family that the chat template is of. With "off" thoughts are a part of the answer.
     - `load_format`: "dummy" makes random weights; the model may then be a known name, or a folder
       with only a config.json.
     - `threads`: CPU threads of torch, in the whole process; by default one for each core that the
@@ -61,6 +63,7 @@ class RunOptions:
     policy: Policy = field(default_factory=Policy)
     needs_tokenizer: bool = False
     chat_template: str | None = None
+    reasoning: str = "auto"
     load_format: LoadFormat = "auto"
     threads: int | None = None
     started: datetime | None = None
@@ -156,6 +159,7 @@ class RunKeywords(TypedDict, total=False):
     policy: Policy | None
     needs_tokenizer: bool
     chat_template: str | None
+    reasoning: str
     load_format: LoadFormat
     threads: int | None
     started: datetime | None

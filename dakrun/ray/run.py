@@ -84,6 +84,7 @@ def generate_on_ray(
             max_model_len=most_tokens,
             tokenizer_directory=folder,
             chat_template=run.chat_template,
+            reasoning=run.reasoning,
         )
         names = {file.path: file.size for file in files.files}
         parts.identify(fingerprint | {"input": names})

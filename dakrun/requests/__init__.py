@@ -14,7 +14,7 @@ row_digests.py one row from another.
 
 tokenizer.py wraps the model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py
 one of a tokenizer.model alone. chats.py makes text of chats, chat_template.py runs their template.
-tool_calls.py finds calls of tools in answers.
+tool_calls.py finds calls of tools in answers, thoughts.py the thoughts that they begin with.
 request.py holds the shared types. README.md describes the formats.
 """
 
@@ -29,6 +29,7 @@ from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.python_prompts import Prompt, as_requests
 from dakrun.requests.reader import RequestReader
 from dakrun.requests.request import (
+    Answer,
     Completion,
     IdSet,
     Logprobs,
@@ -41,16 +42,19 @@ from dakrun.requests.row_check import EstimatedRules, RowCheck, check_rows
 from dakrun.requests.row_digests import InputRow, digests_path
 from dakrun.requests.row_parser import own_id, pack_content, parse_row, unpack_content
 from dakrun.requests.sentencepiece_model import check_sentencepiece
-from dakrun.requests.tokenizer import StopStrings, Tokenizer
-from dakrun.requests.tool_calls import CALL_TOKENS, find_calls
+from dakrun.requests.thoughts import given_markers
+from dakrun.requests.tokenizer import Continuation, StopStrings, Tokenizer
+from dakrun.requests.tool_calls import CALL_TOKENS, ToolCall, find_calls
 from dakrun.requests.writer import ResultWriter, result_line
 
 __all__ = [
     "CALL_TOKENS",
     "AheadRow",
+    "Answer",
     "BadRow",
     "Choices",
     "Completion",
+    "Continuation",
     "EstimatedRules",
     "IdSet",
     "InputRow",
@@ -69,6 +73,7 @@ __all__ = [
     "StopStrings",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
     "as_requests",
     "check_rows",
     "check_sentencepiece",
@@ -76,6 +81,7 @@ __all__ = [
     "error_row",
     "find_calls",
     "fingerprint_path",
+    "given_markers",
     "is_parquet",
     "make_fingerprint",
     "own_id",

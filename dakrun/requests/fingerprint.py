@@ -40,6 +40,7 @@ def make_fingerprint(
     max_model_len: int | None = None,
     tokenizer_directory: Path | None = None,
     chat_template: str | None = None,
+    reasoning: str = "auto",
 ) -> Fingerprint:
     """The fingerprint of a run of the checkpoint in `directory`; of random weights without one.
 
@@ -47,8 +48,8 @@ def make_fingerprint(
     `max_model_len` is the length, in tokens, at which their completions end. The model's name and
     its files' dates are left out: a copy of the same files is the same model. Of weight files the
     headers and samples of the content are compared. `chat_template` is what takes the place of the
-    tokenizer's own. Raises UsageError if the index of the weight
-    files is malformed.
+    tokenizer's own, `reasoning` says how thoughts are marked. Raises UsageError if the index of the
+    weight files is malformed.
     """
     model = asdict(config)
     del model["name"]
@@ -64,6 +65,7 @@ def make_fingerprint(
         "weights": weights or "random",
         "sampling": {k: v for k, v in asdict(params).items() if k != "n"},  # rows have their own
         "max_model_len": max_model_len,
+        "reasoning": reasoning,
         _STARTED: datetime.now().isoformat(timespec="seconds"),
         **_texts(tokenizer_directory or directory, chat_template),
     }
@@ -166,7 +168,7 @@ def differences(
     different = []
     for section in (
         *("dtype", "format", "model", "weights", "tokenizer", _TEMPLATE),
-        *("sampling", "max_model_len", "input"),
+        *("sampling", "max_model_len", "reasoning", "input"),
     ):
         old, new = before.get(section), now.get(section)
         if old is None or new is None:

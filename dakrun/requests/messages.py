@@ -7,10 +7,12 @@ from typing import Any
 
 from dakrun.errors import is_neutral
 from dakrun.requests.chat_template import TemplateOptions
+from dakrun.requests.chats import string_of
 from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.neutral import OF_MESSAGES
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
+from dakrun.requests.thoughts import Markers, Thought, thought_after, thought_within
 
 CHAT_FIELDS = (
     *("continue_final_message", "add_generation_prompt", "chat_template_kwargs"),
@@ -19,7 +21,7 @@ CHAT_FIELDS = (
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {
     **dict.fromkeys(("role", "content", "name"), _ROLES),
-    "tool_calls": ("assistant",),
+    **dict.fromkeys(("tool_calls", "reasoning", "reasoning_content"), ("assistant",)),
     "tool_call_id": ("tool",),
 }  # of a message, and the roles that have them
 # transformers' apply_chat_template takes these for its own.
@@ -44,23 +46,38 @@ class Chat:
     takes_calls: bool
     one_call: bool
 
-    def reply(self, reply: Reply, rules: PromptRules) -> Reply:
-        """`reply` as one to this chat."""
-        tokenizer = rules.tokenizer if self.takes_calls else None
-        return replace(
-            reply,
-            continues=self.options.continues,
-            call_format=tokenizer.call_format() if tokenizer else None,
-            one_call=self.one_call,
+    def prompt(self, rules: PromptRules, reply: Reply) -> tuple[str, tuple[int, ...], Reply]:
+        """Its text and token ids, and `reply` as one to it. Raises BadRow."""
+        text = rules.chat_text(self.messages, self.options)
+        ids = rules.encode(text, add_special_tokens=False)
+        reply = replace(reply, continues=self.options.continues, one_call=self.one_call)
+        if (tokenizer := rules.tokenizer) is None:
+            return text, ids, reply
+        return (
+            text,
+            ids,
+            replace(
+                reply,
+                call_format=tokenizer.call_format() if self.takes_calls else None,
+                thought=self._thought(text, tokenizer.markers(self.options.tools)),
+            ),
         )
+
+    def _thought(self, text: str, markers: Markers | None) -> Thought | None:
+        """The thought that an answer may begin with."""
+        if markers is None:
+            return None
+        if self.options.continues:
+            return thought_within(string_of(self.messages[-1]["content"]), markers)
+        return thought_after(text, markers)
 
 
 def chat_prompt(
     given: Mapping[str, Any], rules: PromptRules, reply: Reply
 ) -> tuple[tuple[int, ...], Reply]:
     """Token ids of a row's chat, and `reply` as one to it. Raises BadRow; see checked_chat."""
-    chat = checked_chat(given)
-    return rules.chat(chat.messages, chat.options), chat.reply(reply, rules)
+    _, ids, reply = checked_chat(given).prompt(rules, reply)
+    return ids, reply
 
 
 def checked_chat(given: Mapping[str, Any]) -> Chat:
@@ -149,7 +166,7 @@ def _message(number: int, message: object) -> dict[str, Any]:
         )
     if others := [name for name in given if role not in _FIELDS[name]]:
         raise BadRow("invalid_prompt", f"message {number}, of role {role!r}, has {names(others)}")
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if not isinstance(given.get(name, ""), str):
             raise BadRow("invalid_prompt", f"{name} of message {number} is not a string")
     if "tool_calls" in given:

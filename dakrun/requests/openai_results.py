@@ -21,6 +21,8 @@ def completion_row(*choices: Completion) -> dict[str, Any]:
     key, is_chat = _key(first.id), first.reply.kind == "chat"
     prompt_tokens = sum(choice.prompt_tokens for choice in choices[:: first.reply.n])
     new = sum(len(choice.token_ids) for choice in choices)
+    thoughts = [one.answer for one in choices if one.answer and one.answer.reasoning is not None]
+    details = {"reasoning_tokens": sum(one.reasoning_tokens for one in thoughts)}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -31,6 +33,7 @@ def completion_row(*choices: Completion) -> dict[str, Any]:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new,
             "total_tokens": prompt_tokens + new,
+            **({"completion_tokens_details": details} if thoughts else {}),
         },
     }
     return {
@@ -68,14 +71,15 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
 
 
 def _message(completion: Completion) -> dict[str, Any]:
-    """The assistant's message; beside calls of tools its content may be null."""
-    if not (calls := completion.tool_calls):
+    """The assistant's message; beside a thought or calls of tools its content may be null."""
+    if (answer := completion.answer) is None:
         return {"role": "assistant", "content": completion.text}
-    return {
-        "role": "assistant",
-        "content": completion.content or None,
-        "tool_calls": [call.as_dict() for call in calls],
-    }
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
+    if answer.reasoning is not None:  # which has two names
+        message |= dict.fromkeys(("reasoning", "reasoning_content"), answer.reasoning)
+    if answer.tool_calls:
+        message["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
+    return message
 
 
 def _text_logprobs(completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:

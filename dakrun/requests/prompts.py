@@ -40,13 +40,6 @@ class PromptRules:
             return self.check(self.tokenizer.encode(text))
         return self.check(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
-    ) -> tuple[int, ...]:
-        """Token ids of `{"role", "content"}` messages, checked; see Tokenizer.chat_text."""
-        text = self.chat_text(messages, options)
-        return self.encode(text, add_special_tokens=False)
-
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
     ) -> str:

@@ -157,9 +157,7 @@ def _of_dict(
         chat = _values(given["messages"])
         chat = [dict(one) if isinstance(one, Mapping) else one for one in chat]
         checked = checked_chat({**given, "messages": chat})
-        rendered = rules.chat_text(checked.messages, checked.options)
-        ids = rules.encode(rendered, add_special_tokens=False)
-        return rendered, ids, checked.reply(Reply(of_messages=True), rules)
+        return checked.prompt(rules, Reply(of_messages=True))
     if kinds not in (["prompt"], ["prompt_token_ids"], ["prompt", "prompt_token_ids"]):
         raise BadRow("invalid_prompt", f"its dict needs one of {', '.join(_KINDS)}")
     refuse_chat_fields(given)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.requests.thoughts import Thought
 from dakrun.requests.tool_calls import CallFormat, ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -24,7 +25,8 @@ class Reply:
     `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
     messages, `integer_id` one whose id is an integer, which a result repeats as one. `continues`
     marks a completion that continues the last message. `call_format` is that of the calls of tools
-    that an answer may have, `one_call` says that only the first of them counts.
+    that an answer may have, `one_call` says that only the first of them counts. `thought` is that
+    which an answer may begin with.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -37,6 +39,7 @@ class Reply:
     continues: bool = False
     call_format: CallFormat | None = None
     one_call: bool = False
+    thought: Thought | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -87,14 +90,26 @@ class Logprobs(NamedTuple):
     top: tuple[TokenLogprob, ...]
 
 
+class Answer(NamedTuple):
+    """The parts of an answer's text, without blanks around them.
+
+    `reasoning` is the thought that it begins with; None without one. It has `reasoning_tokens`,
+    with its markers. `content` is what is neither thought nor call; None within a thought.
+    """
+
+    content: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
+    reasoning_tokens: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A finished request. `text` ends before EOS or the stop string; None without a tokenizer.
 
     `logprobs` has an element for each of `token_ids`; it is None if the request asked for none. So
     has `text_offset`, where each token begins in `text`; it is None without a text, too.
-    `tool_calls` are the calls of tools in the text, `content` is its other text, without blanks
-    around it; None where there are no calls.
+    `answer` has the parts of the text where it has a thought or calls of tools, else None.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
 
@@ -113,11 +128,15 @@ class Completion:
     reply: Reply = Reply()
     logprobs: tuple[Logprobs, ...] | None = None
     text_offset: tuple[int, ...] | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    content: str | None = None
+    answer: Answer | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
     further: tuple["Completion", ...] = ()
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools in the text."""
+        return self.answer.tool_calls if self.answer else ()
 
     @property
     def choices(self) -> tuple["Completion", ...]:

@@ -44,11 +44,11 @@ class EstimatedRules(PromptRules):
             )
         return (0,) * tokens
 
-    def chat(
+    def chat_text(
         self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
-    ) -> tuple[int, ...]:
-        """As many zeros as the texts of messages and tools have tokens by estimate."""
-        return self.encode(chat_text({"messages": messages, "tools": options.tools}) or "")
+    ) -> str:
+        """The texts of messages and tools."""
+        return chat_text({"messages": messages, "tools": options.tools}) or ""
 
     def check_stop(self, params: object) -> None:
         """Accept stop strings, for which there may be a tokenizer."""

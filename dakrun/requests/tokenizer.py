@@ -5,6 +5,7 @@ tokenizer.model alone (sentencepiece_model.py). Imports transformers late and si
 Knows nothing of requests.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,6 +23,7 @@ from dakrun.requests.sentencepiece_model import (
     check_sentencepiece,
     needs_sentencepiece,
 )
+from dakrun.requests.thoughts import Markers, Thought, markers_of
 from dakrun.requests.tokenizer_files import without_marks
 from dakrun.requests.tool_calls import CallFormat, call_format_of
 
@@ -39,11 +41,14 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer:
     """A model's tokenizer; `load` reads it from the model directory.
 
-    `started` is the local time that chat templates may stamp (see ChatTemplate).
+    `started` is the local time that chat templates may stamp (see ChatTemplate), `reasoning` says
+    how thoughts are marked (see markers_of).
     """
 
-    def __init__(self, tokenizer: Any, *, started: datetime | None = None) -> None:
-        self._started = started
+    def __init__(
+        self, tokenizer: Any, *, started: datetime | None = None, reasoning: str = "auto"
+    ) -> None:
+        self._started, self._reasoning = started, reasoning
         self._tokenizer = tokenizer
         # The reader checks lengths against the model; the tokenizer's own limit only warns.
         tokenizer.model_max_length = 10**30
@@ -68,6 +73,7 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         started: datetime | None = None,
+        reasoning: str = "auto",
     ) -> "Tokenizer":
         """Load the tokenizer in a model directory; CannotRun if it is missing or broken.
 
@@ -90,7 +96,7 @@ class Tokenizer:
             if needs_sentencepiece(directory):
                 own = SentencePieceTokenizer(directory)
                 own.chat_template = own.chat_template if chat_template is None else chat_template
-                return cls(own, started=started)
+                return cls(own, started=started, reasoning=reasoning)
             with _quiet(), without_marks(directory) as folder:
                 from transformers import AutoTokenizer
 
@@ -100,7 +106,7 @@ class Tokenizer:
                 loaded = _of_its_file(loaded, folder)
                 if chat_template is not None:
                     loaded.chat_template = chat_template
-                return cls(loaded, started=started)
+                return cls(loaded, started=started, reasoning=reasoning)
         except Exception as problem:  # tokenizers raises plain Exception for broken files
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise CannotRun(
@@ -168,6 +174,16 @@ class Tokenizer:
     def call_format(self) -> CallFormat | None:
         """The format in which the chat template writes calls of tools, if it is known."""
         return call_format_of(self._tokenizer.get_chat_template(tools=[]))
+
+    def markers(self, tools: Sequence[Mapping[str, Any]] | None = None) -> Markers | None:
+        """The markers of thoughts in answers; None if there are no thoughts."""
+        return markers_of(self._tokenizer.get_chat_template(tools=tools), self._reasoning)
+
+    def tokens_through(self, ids: Sequence[int], mark: str, added: "Continuation") -> int:
+        """The number of `ids` up to the first `mark` in their text, all if there is none."""
+        if at := next((n for n, one in enumerate(ids, 1) if self.token_text(one) == mark), None):
+            return at
+        return bisect_left(range(len(ids)), True, key=lambda n: mark in added.spelled(ids[:n]))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = PLAIN
@@ -323,10 +339,18 @@ def _context(decode: Decode, ids: Sequence[int]) -> list[int]:
 
 
 class StopStrings:
-    """Finds any of the strings `stop` in generated tokens; `decode` turns tokens into text."""
+    """Finds any of the strings `stop` in generated tokens; `decode` turns tokens into text.
 
-    def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:
-        self._stop, self._decode = stop, decode
+    They are not searched in the `thought` that the text may begin with.
+    """
+
+    def __init__(
+        self, stop: tuple[str, ...], decode: Decode, thought: Thought | None = None
+    ) -> None:
+        self._stop, self._decode, self._thought = stop, decode, thought
+        # Finds the thought's end; None once the text is behind it, or has none.
+        self._end = StopStrings((thought.markers.close,), decode) if stop and thought else None
+        self._begun = thought is not None and thought.begun
         longest = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0)
         self._window = longest + _CHARACTER_BYTES
         # Decoded twice, because decoding drops a leading space.
@@ -339,23 +363,37 @@ class StopStrings:
         decode the last tokens, one per byte of the longest stop string and of one more character.
         All tokens are decoded to confirm a hit.
         """
-        if not self._stop:
+        if not self._stop or self._is_thinking(token_ids):
             return False
         last = list(islice(filter(self._has_text, reversed(token_ids)), self._window))[::-1]
         for start in range(_CHARACTER_BYTES):  # one of these starts at the start of a character
             text = self._decode(last[start:])
-            if self._is_in(text):
-                return self._is_in(self._decode(token_ids))
+            if any(s in text for s in self._stop):
+                whole = self._decode(token_ids)
+                return self.cut(whole) != whole
             if not text.startswith("\N{REPLACEMENT CHARACTER}"):
                 break
         return False
 
-    def _is_in(self, text: str) -> bool:
-        return any(s in text for s in self._stop)
+    def _is_thinking(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest token is in the thought, or may be, or ends it."""
+        if self._end is None or self._thought is None:
+            return False
+        if not self._begun:
+            start, marker = self._decode(token_ids).lstrip(), self._thought.markers.open
+            self._begun = start.startswith(marker)
+            if not self._begun and not marker.startswith(start):
+                self._end = None
+                return False
+        if self._end.hit(token_ids):
+            self._end = None
+        return True
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string in it, or all of it."""
-        return text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=None)]
+        start = self._thought.end(text) if self._thought else 0
+        found = (at for s in self._stop if (at := text.find(s, start)) >= 0)
+        return text[: min(found, default=None)]
 
 
 def _of_its_file(loaded: Any, directory: Path) -> Any:

@@ -34,13 +34,6 @@ class ToolCall(NamedTuple):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Answer(NamedTuple):
-    """The parts of an answer's text: calls of tools, and `content`, which is the rest."""
-
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-
-
 def call_format_of(template: str) -> CallFormat | None:
     """The format in which a chat template writes calls; None if it is not known here."""
     if "<tool_call>" in template:
@@ -52,8 +45,8 @@ def call_format_of(template: str) -> CallFormat | None:
     return None
 
 
-def find_calls(text: str, form: CallFormat, row: str) -> Answer | None:
-    """The calls in an answer, and its other text; None without calls, or if one is malformed.
+def find_calls(text: str, form: CallFormat, row: str) -> tuple[str, tuple[ToolCall, ...]] | None:
+    """An answer's text beside calls, and its calls; None without calls, or if one is malformed.
 
     `text` has the names of CALL_TOKENS. The ids of the calls, 9 hexadecimal digits, are hashes of
     `row`, which names the row's choice, and of their places.
@@ -67,7 +60,7 @@ def find_calls(text: str, form: CallFormat, row: str) -> Answer | None:
         ToolCall(_call_id(row, place), name, json.dumps(arguments, ensure_ascii=False))
         for place, (name, arguments) in enumerate(pairs)
     )
-    return Answer(content.strip(), tuple(calls)) if pairs else None
+    return (content.strip(), tuple(calls)) if pairs else None
 
 
 def _hermes(text: str) -> tuple[str, list[Any]]:
