@@ -308,6 +308,8 @@ def test_a_folder_of_parts_is_a_parquet_dataset(
     parts.identify(RUN)
     top = {"token_id": 5, "text": "so", "logprob": -0.5}
     with_logprobs = json.loads(result(1)) | {"logprobs": [{**top, "top": [top]}]}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    with_logprobs["tool_calls"] = [call]
     with parts:
         parts.write([result(0)])
         parts.write([json.dumps(with_logprobs).encode() + b"\n"])
@@ -319,9 +321,9 @@ def test_a_folder_of_parts_is_a_parquet_dataset(
         assert table["id"].to_pylist() == ["q0", "q1", "q2", "3"]
         assert table["logprobs"].to_pylist() == [None, with_logprobs["logprobs"], None, None]
 
-    # As an older version left it: the fingerprint's name, and a part without logprobs.
+    # As an older version left it: the fingerprint's name, and a part without optional columns.
     (tmp_path / "_run.json").rename(tmp_path / "run.json")
-    pq.write_table(pq.read_table(paths[0]).drop_columns("logprobs"), paths[0])
+    pq.write_table(pq.read_table(paths[0]).drop_columns(["logprobs", "tool_calls"]), paths[0])
     other = RUN | {"input": {"a": 2}}
     with pytest.raises(UsageError, match=r"another run: input\.a was 1, now 2"):
         ResultParts(str(tmp_path), form="parquet", resume=True).identify(other)
@@ -332,7 +334,9 @@ def test_a_folder_of_parts_is_a_parquet_dataset(
     assert not (tmp_path / "run.json").exists()
     assert json.loads((tmp_path / "_run.json").read_text()) == RUN
     assert len({pq.read_schema(path) for path in paths}) == 1
-    assert dataset.dataset(tmp_path).to_table()["logprobs"][1].as_py() == with_logprobs["logprobs"]
+    table = dataset.dataset(tmp_path).to_table()
+    assert table["logprobs"][1].as_py() == with_logprobs["logprobs"]
+    assert table["tool_calls"].to_pylist() == [None, [call], None, None]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

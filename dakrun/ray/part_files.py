@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dakrun.errors import UsageError
-from dakrun.requests.arrow import LOGPROBS
+from dakrun.requests.arrow import OPTIONAL
 from dakrun.requests.files import replacement
 from dakrun.requests.written_rows import WrittenRows
 
@@ -32,17 +32,19 @@ def ids_of(part: Path) -> Iterator[tuple[str, bool]]:
     )
 
 
-def give_logprobs(part: Path) -> None:
-    """Add the column `logprobs` to a part of an older version, where a part may lack it."""
+def give_optional(part: Path) -> None:
+    """Add the columns OPTIONAL to a part of an older version, where a part may lack them."""
     try:
-        if LOGPROBS.name in pq.read_schema(part).names:
+        names = pq.read_schema(part).names
+        if not (lacking := [field for field in OPTIONAL if field.name not in names]):
             return
         table = pq.read_table(part, partitioning=None)
     except (OSError, pa.ArrowException) as problem:
         raise _unreadable(part, problem) from None
-    nulls = pa.nulls(len(table), LOGPROBS.type)
+    for field in lacking:
+        table = table.append_column(field, pa.nulls(len(table), field.type))
     with replacement(part) as file:
-        pq.write_table(table.append_column(LOGPROBS, nulls), file)
+        pq.write_table(table, file)
 
 
 def _unreadable(part: Path, problem: Exception) -> UsageError:

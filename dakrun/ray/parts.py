@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
 from dakrun.ray.part_digests import compare, part_digests
-from dakrun.ray.part_files import give_logprobs, ids_of
+from dakrun.ray.part_files import give_optional, ids_of
 from dakrun.requests import IdSet, InputRow
 from dakrun.requests.arrow import arrow_row, result_table, well_formed
 from dakrun.requests.files import OutputFile, replacement
@@ -223,7 +223,7 @@ class ResultParts:
             return
         for path in parts.values():
             if path.suffix == ".parquet":
-                give_logprobs(path)
+                give_optional(path)
             for row_id, failed in ids_of(path):
                 self._ids.add(row_id)
                 self.failed_before += failed

@@ -56,9 +56,9 @@ class DakrunProcessor:
     or `messages`, and `id`, `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
     `ignore_eos`, `logprobs`, each optional, also row by row (null). `params` are for those that a
     row lacks. Results have the columns of the batch, then `text`, `token_ids`, `finish_reason`,
-    `usage`, `error` (`code` and `message` of a row that cannot be run) and `logprobs` (null where
-    not asked for); these replace columns of the same names. Noise of sampled rows follows from
-    their seed and id; without ids, from their fields and their place in the batch.
+    `usage`, `error` (`code` and `message` of a row that cannot be run), `logprobs` and `tool_calls`
+    (null where there are none); these replace columns of the same names. Noise of sampled rows
+    follows from their seed and id; without ids, from their fields and their place in the batch.
 
     `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`,
     and `started`, with which the chat template of every actor stamps the same date;

@@ -15,9 +15,12 @@ from dakrun.requests.native_rows import NATIVE_FIELDS
 _LOGPROB = [("token_id", pa.int32()), ("text", pa.string()), ("logprob", pa.float64())]
 _USAGE = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
 _ERROR = [("code", pa.string()), ("message", pa.string())]
-LOGPROBS = pa.field(
-    "logprobs", pa.list_(pa.struct([*_LOGPROB, ("top", pa.list_(pa.struct(_LOGPROB)))]))
-)
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+_CALL = [("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)]
+OPTIONAL = (
+    pa.field("logprobs", pa.list_(pa.struct([*_LOGPROB, ("top", pa.list_(pa.struct(_LOGPROB)))]))),
+    pa.field("tool_calls", pa.list_(pa.struct(_CALL))),
+)  # columns that are null where a result has none, and that results of older versions may lack
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -46,7 +49,7 @@ def arrow_row(line: bytes) -> dict[str, Any]:
 
 
 def result_table(rows: Iterable[Mapping[str, Any]], *, from_file: bool) -> pa.Table:
-    """Native result rows as a table; `logprobs` are null where a row did not ask for them.
+    """Native result rows as a table; see OPTIONAL for columns with nulls.
 
     Rows `from_file` also have their ids, as strings, and errors the lines they are from.
     """
@@ -58,7 +61,7 @@ def result_table(rows: Iterable[Mapping[str, Any]], *, from_file: bool) -> pa.Ta
         pa.field("finish_reason", pa.string()),
         pa.field("usage", _USAGE),
         pa.field("error", error),
-        LOGPROBS,
+        *OPTIONAL,
     ]
     if from_file:  # a column has one type
         rows = [{**row, "id": str(row["id"])} for row in rows]
