@@ -21,6 +21,7 @@ from dakrun.engine.progress import RequestState
 from dakrun.engine.results import completion as completion_of
 from dakrun.engine.step import Sampling
 from dakrun.requests import Answer, BadRow, EstimatedRules, PromptRules, Reply, Request, Tokenizer
+from dakrun.requests.chat_template import ChatTemplate
 from dakrun.requests.lengths import PromptStarts, json_lengths
 from dakrun.requests.messages import RESERVED
 from dakrun.requests.native_rows import parse_native
@@ -294,6 +295,25 @@ def test_tools_and_messages_of_tools_are_not_lost(tmp_path: Path) -> None:
             native(rules, messages=named, tools=TOOLS)
     with pytest.raises(BadRow, match="nothing of message 3, whose role is 'tool'"):
         native(rules, messages=TOLD)
+
+
+def test_a_template_is_probed_once_for_chats_of_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=QWEN3))
+    render, rendered = ChatTemplate.render, []
+
+    def count(self: ChatTemplate, *given: Any) -> str:
+        rendered.append(given)
+        return render(self, *given)
+
+    monkeypatch.setattr(ChatTemplate, "render", count)
+    for number in range(5):
+        chat = [*call_with({"place": number}), {"role": "tool", "content": f"{number}"}]
+        tool = {"type": "function", "function": {"name": f"weather{number}"}}
+        native(rules, messages=chat, tools=[tool])
+    # Each chat; the form of contents in two ways; a probe with tools and one without.
+    assert len(rendered) == 5 + 2 + 2
 
 
 def test_lengths_count_tools() -> None:

@@ -14,7 +14,7 @@ from dakrun.requests.chat_template import PLAIN, ChatTemplate, TemplateOptions
 
 _PROBE = "7318250946"  # no template changes the case of digits, or escapes them
 _MUST_SURVIVE = ("system", "developer", "user", "tool")
-_SHAPES = 4096  # chats without contents whose probes are kept
+_SHAPES = 4096  # of chats whose probes are kept
 
 Message = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ class _Shown(NamedTuple):
 class Chats:
     """Renders messages `{"role", "content"}` whose content is a string or an array of text parts.
 
-    Other fields reach the template as they are; one that has calls of tools may lack a content.
+    Other fields reach the template as they are. A message with calls of tools may lack a content.
 
     All methods raise ValueError with the template's reason, as ChatTemplate does.
     """
@@ -83,9 +83,12 @@ class Chats:
         )
 
     def _shown(self, messages: Sequence[Message], options: TemplateOptions) -> _Shown:
-        """What the template shows of a chat that differs from this one in its contents alone."""
-        bare = [{**message, "content": "content" in message} for message in messages]
-        key = sha256(json.dumps([bare, *vars(options).values()]).encode()).digest()
+        """What the template shows of a chat like this one: it has the same roles and fields."""
+        shapes = [
+            {name: _shape(name, value) for name, value in message.items()} for message in messages
+        ]
+        shape = json.dumps([shapes, bool(options.tools), dict(options.kwargs)])
+        key = sha256(shape.encode()).digest()
         if key not in self._probed:
             if len(self._probed) == _SHAPES:
                 self._probed.clear()
@@ -116,6 +119,11 @@ class Chats:
             return _PROBE in self._template.render(messages)
         except ValueError:
             return False
+
+
+def _shape(name: str, value: Any) -> object:
+    """What templates decide by of a message's field: the role, and the number of calls of tools."""
+    return value if name == "role" else len(value) if name == "tool_calls" else None
 
 
 def _is_message(given: Message) -> bool:

@@ -25,8 +25,8 @@ class Reply:
     `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
     messages, `integer_id` one whose id is an integer, which a result repeats as one. `continues`
     marks a completion that continues the last message. `call_format` is that of the calls of tools
-    that an answer may have, `one_call` says that only the first of them counts. `thought` is that
-    which an answer may begin with.
+    that an answer may have, `one_call` says that only the first of them counts. `thought` is the
+    thought that an answer may begin with.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
