@@ -24,7 +24,8 @@ class AheadRow(NamedTuple):
     that may take the most decode steps; then rows with the longest prompts.
 
     `number` is the row's line, `id` the id of its result. `kind` is the format of the file's rows,
-    None before the first JSON row. `digest` is the content's (row_digests.py).
+    None before the first JSON row. `digest` is the content's (row_digests.py). LookAhead notes the
+    `place` of the content in its spool.
     """
 
     group: int
@@ -37,6 +38,7 @@ class AheadRow(NamedTuple):
     nbytes: int
     kind: RowFormat | None
     digest: int = 0
+    place: int = 0
 
 
 class LookAhead:
@@ -58,7 +60,6 @@ class LookAhead:
     ) -> None:
         self._source, self._close_input = rows, close_input
         self._rows: list[AheadRow] = []  # a heap
-        self._places: dict[int, int] = {}  # of their content in the spool, by row number
         self._count = self._nbytes = 0
         self._spool = Spool()
         self._problem: Exception | None = None
@@ -132,7 +133,7 @@ class LookAhead:
 
     def _take(self) -> tuple[AheadRow, bytes]:
         row = heappop(self._rows)
-        content = self._spool.take(self._places.pop(row.number))
+        content = self._spool.take(row.place)
         self._nbytes -= len(content)
         return row, content
 
@@ -165,10 +166,8 @@ class LookAhead:
         with self._changed:
             if self._closed:
                 return
-            if group := self._count // LOOK_AHEAD:
-                row = row._replace(group=group)
-            self._places[row.number] = self._spool.add(content)
-            heappush(self._rows, row)
+            group, place = self._count // LOOK_AHEAD, self._spool.add(content)
+            heappush(self._rows, row._replace(group=group, place=place))
             self._nbytes += len(content)
             self._count += 1
             self._changed.notify_all()
