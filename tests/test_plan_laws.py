@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import few_examples
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from planned import GH200, work
 from scipy.optimize import linprog
@@ -369,25 +369,18 @@ def best_is_missed(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy
     return free.predicted_s * (1 - slack) > min(times)
 
 
-@settings(max_examples=30, derandomize=True)
-@given(budgeted())
-def test_what_is_free_is_no_slower_than_what_is_fixed(
-    problem: tuple[ModelConfig, Workload, HardwareProfile, Policy],
-) -> None:
-    assert not best_is_missed(problem)
-
-
-@pytest.mark.full
+@pytest.mark.hypothesis  # so that make test-more runs it too
 def test_the_search_seldom_misses_the_best() -> None:
-    """2 of 1,519 random problems were missed: 4 of 100 are a worse search, not chance."""
+    """2 of 1,519 random problems were missed. Two of 30, or four of 100, are a worse search."""
     missed = []
 
+    @few_examples(30)
     @given(budgeted())
     def count(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> None:
         missed.append(best_is_missed(problem))
 
     count()
-    assert sum(missed) <= 0.03 * len(missed)
+    assert sum(missed) <= max(1, 0.03 * len(missed))
 
 
 @given(models(), workloads, profiles())

@@ -123,7 +123,7 @@ def test_many_rows_cut_off_and_resumed(
         few.setattr(Admission, "_has_room", lambda *_: True)
         preempted, held = complete(path, source, out, COUNT - COUNT // 2 + 1)
     assert preempted > 10
-    assert held < 120_000, "200 bytes a row would be too much"
+    assert held < 150_000, "250 bytes a row would be too much; 110,000 to 125,000 are caches"
 
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     found = {row["id"]: row for row in rows}
