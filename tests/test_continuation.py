@@ -11,10 +11,10 @@ from dakrun import LLM, SamplingParams
 from dakrun.demo import MODEL
 from dakrun.errors import UsageError
 from dakrun.requests import PromptRules, StopStrings, Tokenizer
+from dakrun.requests.continuation import Continuation
 from dakrun.requests.native_rows import parse_native
 from dakrun.requests.openai_rows import parse_batch
 from dakrun.requests.prompts import BadRow
-from dakrun.requests.tokenizer import Continuation
 
 BYTE = 8  # id of byte 0
 

@@ -13,12 +13,14 @@ them again, input_order.py puts them in order. fingerprint.py tells one run from
 row_digests.py one row from another.
 
 tokenizer.py wraps the model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py
-one of a tokenizer.model alone. chats.py makes text of chats, chat_template.py runs their template.
-tool_calls.py finds calls of tools in answers, thoughts.py the thoughts that they begin with.
-request.py holds the shared types. README.md describes the formats.
+one of a tokenizer.model alone. continuation.py makes text of tokens behind a prompt, and
+stop_strings.py finds stop strings. chats.py makes text of chats, chat_template.py runs their
+template. tool_calls.py finds calls of tools in answers, thoughts.py the thoughts that they begin
+with. request.py holds the shared types. README.md describes the formats.
 """
 
 from dakrun.requests.choices import Choices
+from dakrun.requests.continuation import Continuation
 from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
 from dakrun.requests.lengths import PromptStarts, RowLengths
@@ -42,8 +44,9 @@ from dakrun.requests.row_check import EstimatedRules, RowCheck, check_rows
 from dakrun.requests.row_digests import InputRow, digests_path
 from dakrun.requests.row_parser import own_id, pack_content, parse_row, unpack_content
 from dakrun.requests.sentencepiece_model import check_sentencepiece
+from dakrun.requests.stop_strings import StopStrings
 from dakrun.requests.thoughts import given_markers
-from dakrun.requests.tokenizer import Continuation, StopStrings, Tokenizer
+from dakrun.requests.tokenizer import Tokenizer
 from dakrun.requests.tool_calls import CALL_TOKENS, ToolCall, find_calls
 from dakrun.requests.writer import ResultWriter, result_line
 

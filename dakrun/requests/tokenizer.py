@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the search for stop strings in generated tokens.
+"""Text to token ids and back.
 
 Wraps the tokenizer that transformers' AutoTokenizer finds in a model directory, or that of a
 tokenizer.model alone (sentencepiece_model.py). Imports transformers late and silences its warnings.
@@ -6,11 +6,11 @@ Knows nothing of requests.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cache, lru_cache, partial
-from itertools import groupby, islice
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,17 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import is_lfs_pointer
 from dakrun.requests.chat_template import PLAIN, ChatTemplate, TemplateOptions
 from dakrun.requests.chats import Chats
+from dakrun.requests.continuation import CONTEXT, Continuation, context_of
 from dakrun.requests.sentencepiece_model import (
     SentencePieceTokenizer,
     check_sentencepiece,
     needs_sentencepiece,
 )
-from dakrun.requests.thoughts import Markers, Thought, markers_of
+from dakrun.requests.thoughts import Markers, markers_of
 from dakrun.requests.tokenizer_files import without_marks
 from dakrun.requests.tool_calls import CallFormat, call_format_of
 
-Decode = Callable[[Sequence[int]], str]
-
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Maximum UTF-8 bytes of a character, which may be spread over as many tokens.
-_CHARACTER_BYTES = 4
-# Tokens before a text that are decoded with it: more than a character's, for byte tokens.
-_CONTEXT = 8
-_CONTEXTS = 8  # whose texts are kept
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
@@ -143,7 +136,7 @@ class Tokenizer:
         token = self._tokenizer.eos_token_id
         return token if isinstance(token, int) else None
 
-    def continuation(self, prompt_ids: Sequence[int], *, is_chat: bool = False) -> "Continuation":
+    def continuation(self, prompt_ids: Sequence[int], *, is_chat: bool = False) -> Continuation:
         """The texts of tokens that continue a prompt.
 
         A completion keeps the space at its start that a SentencePiece tokenizer's decoder drops;
@@ -152,7 +145,7 @@ class Tokenizer:
         context: list[int] = []
         if self._has_decoder and not is_chat:
             plain = (token for token in reversed(prompt_ids) if token not in self._special)
-            context = _context(self.decode, list(islice(plain, _CONTEXT + 1))[::-1])
+            context = context_of(self.decode, list(islice(plain, CONTEXT + 1))[::-1])
         return Continuation(self.decode, self._special, context)
 
     def _token_text(self, token: int) -> str:
@@ -179,7 +172,7 @@ class Tokenizer:
         """The markers of thoughts in answers; None if there are no thoughts."""
         return markers_of(self._tokenizer.get_chat_template(tools=tools), self._reasoning)
 
-    def tokens_through(self, ids: Sequence[int], mark: str, added: "Continuation") -> int:
+    def tokens_through(self, ids: Sequence[int], mark: str, added: Continuation) -> int:
         """The number of `ids` up to the first `mark` in their text, all if there is none."""
         if at := next((n for n, one in enumerate(ids, 1) if self.token_text(one) == mark), None):
             return at
@@ -221,179 +214,6 @@ class Tokenizer:
                 f"the chat template cannot render the messages ({reason})",
                 hint='messages are {"role", "content"} objects in an order that the model knows',
             ) from problem
-
-
-class Continuation:
-    """Texts of tokens behind the tokens `context`, which are decoded with them.
-
-    `special` has the names of special tokens, which a text omits. `decode` takes other tokens.
-    """
-
-    def __init__(
-        self, decode: Decode, special: Mapping[int, str], context: Sequence[int] = ()
-    ) -> None:
-        self._special, self._context = special, list(context)
-        self._decode = decode
-        # StopStrings asks once a token, mostly with the same context.
-        self._complete = lru_cache(_CONTEXTS)(partial(_complete_text, decode))
-
-    def spelled(self, ids: Sequence[int]) -> str:
-        """The text of `ids` with the names of special tokens."""
-        return "".join(text for text, _ in self._runs(ids))
-
-    def text(
-        self,
-        ids: Sequence[int],
-        stop: "StopStrings | None" = None,
-        *,
-        keep: Collection[str] = (),
-    ) -> str:
-        """The text of `ids` up to the first stop string in `spelled`.
-
-        It has no special tokens but those whose names are in `keep`.
-        """
-        runs = list(self._runs(ids))
-        left = len("".join(text for text, _ in runs))
-        if stop is not None:
-            left = len(stop.cut("".join(text for text, _ in runs)))
-        shown = []
-        for text, is_special in runs:
-            if not is_special or text in keep:
-                shown.append(text[: max(left, 0)])
-            left -= len(text)
-        return "".join(shown)
-
-    def offsets(self, ids: Sequence[int]) -> list[int]:
-        """Where each token's text begins in the text of `ids`; that of a special token is empty.
-
-        The tokens of one character begin where it begins.
-        """
-        ends, shown, context = [], 0, self._context
-        pending: list[int] = []  # tokens of a character that is not complete
-        for token in ids:
-            ends.append(shown)
-            if token in self._special:
-                shown += len(self._behind(context, pending))
-                context, pending = _context(self._decode, [*context, *pending]), []
-                continue
-            pending.append(token)
-            text = self._behind(context, pending)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) >= _CHARACTER_BYTES:
-                shown += len(text)
-                context, pending = _context(self._decode, [*context, *pending]), []
-        return ends
-
-    def _behind(self, context: Sequence[int], ids: Sequence[int]) -> str:
-        """The text that `ids` add to that of `context`, whose last character they may complete."""
-        if not context:
-            return self._decode(ids)
-        count, before = self._complete(tuple(context))
-        whole = self._decode([*context, *ids])
-        if whole.startswith(before):
-            return whole[len(before) :]
-        pairs = enumerate(zip(before, whole, strict=False))
-        at = next((at for at, (a, b) in pairs if a != b), len(before))
-        if at < len(before) and _REPLACEMENT in whole[at:]:
-            # Byte tokens are decoded together: the incomplete last one spoils those of `context`.
-            return self._decode([*context[count:], *ids])
-        return whole[at:]
-
-    def _runs(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        """Texts of runs of tokens, and whether each is of a special token."""
-        context = self._context
-        for is_special, tokens in groupby(ids, self._special.__contains__):
-            run = list(tokens)
-            if is_special:
-                yield from ((self._special[token], True) for token in run)
-            else:
-                yield self._behind(context, run), False
-                context = _context(self._decode, [*context, *run[-_CONTEXT - 1 :]])
-
-
-def _complete_text(decode: Decode, ids: tuple[int, ...]) -> tuple[int, str]:
-    """How many of `ids` `_complete` leaves, and their text."""
-    complete = _complete(decode, ids)
-    return len(complete), decode(complete)
-
-
-def _complete(decode: Decode, ids: Sequence[int]) -> Sequence[int]:
-    """`ids` without the first tokens of a character at their end."""
-    if not decode(ids).endswith(_REPLACEMENT):
-        return ids
-    ends = range(len(ids), max(0, len(ids) - _CHARACTER_BYTES), -1)
-    return ids[: min(ends, key=lambda end: decode(ids[:end]).count(_REPLACEMENT))]
-
-
-def _context(decode: Decode, ids: Sequence[int]) -> list[int]:
-    """The last of `ids`, up to _CONTEXT, from the start of a character on.
-
-    Byte tokens of a tokenizer like Llama 2's are decoded together, and none of them if the first is
-    not the first of a character.
-    """
-    last = list(ids[-_CONTEXT:])
-    if len(ids) <= _CONTEXT or _REPLACEMENT not in decode(last):
-        return last
-    starts = range(_CHARACTER_BYTES)
-    lost = [decode(_complete(decode, last[at:])).count(_REPLACEMENT) for at in starts]
-    return last[lost.index(min(lost)) :]
-
-
-class StopStrings:
-    """Finds any of the strings `stop` in generated tokens; `decode` turns tokens into text.
-
-    They are not searched in the `thought` that the text may begin with.
-    """
-
-    def __init__(
-        self, stop: tuple[str, ...], decode: Decode, thought: Thought | None = None
-    ) -> None:
-        self._stop, self._decode, self._thought = stop, decode, thought
-        # Finds the thought's end; None once the text is behind it, or has none.
-        self._end = StopStrings((thought.markers.close,), decode) if stop and thought else None
-        self._begun = thought is not None and thought.begun
-        longest = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0)
-        self._window = longest + _CHARACTER_BYTES
-        # Decoded twice, because decoding drops a leading space.
-        self._has_text = cache(lambda token: decode([token, token]) != "")
-
-    def hit(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest of `token_ids` completes a stop string. Call it after each token.
-
-        A token with text is at least one byte. So it is enough to
-        decode the last tokens, one per byte of the longest stop string and of one more character.
-        All tokens are decoded to confirm a hit.
-        """
-        if not self._stop or self._is_thinking(token_ids):
-            return False
-        last = list(islice(filter(self._has_text, reversed(token_ids)), self._window))[::-1]
-        for start in range(_CHARACTER_BYTES):  # one of these starts at the start of a character
-            text = self._decode(last[start:])
-            if any(s in text for s in self._stop):
-                whole = self._decode(token_ids)
-                return self.cut(whole) != whole
-            if not text.startswith("\N{REPLACEMENT CHARACTER}"):
-                break
-        return False
-
-    def _is_thinking(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest token is in the thought, or may be, or ends it."""
-        if self._end is None or self._thought is None:
-            return False
-        if not self._begun:
-            start, marker = self._decode(token_ids).lstrip(), self._thought.markers.open
-            self._begun = start.startswith(marker)
-            if not self._begun and not marker.startswith(start):
-                self._end = None
-                return False
-        if self._end.hit(token_ids):
-            self._end = None
-        return True
-
-    def cut(self, text: str) -> str:
-        """`text` up to the first stop string in it, or all of it."""
-        start = self._thought.end(text) if self._thought else 0
-        found = (at for s in self._stop if (at := text.find(s, start)) >= 0)
-        return text[: min(found, default=None)]
 
 
 def _of_its_file(loaded: Any, directory: Path) -> Any:
