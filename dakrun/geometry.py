@@ -15,6 +15,8 @@ ROWS_PER_BLOCK = 8  # rows of a row block; the last row block of a matrix may ha
 CHUNK = 8  # 16-bit elements of a 16-byte chunk, the unit of vector loads and of swizzling
 ATOM_COLS = 64  # columns of an atom: one swizzled row of 128 bytes
 ATOM_BYTES = 2 * ROWS_PER_BLOCK * ATOM_COLS  # bytes of an atom: 8 rows of 64 16-bit elements
+UNIT_ATOMS = 2  # atoms of a unit, the smallest piece of formats of fewer than 16 bits
+UNIT_COLS = UNIT_ATOMS * ATOM_COLS  # columns of a unit
 MAX_TIERS = 9  # tiers of one matrix or KV cache: HBM, host memory and seven peers
 MAX_GROUP_ROW_BLOCKS = 16  # row blocks that a CTA multiplies together
 TILE_ROW_BLOCKS = 8  # row blocks that a warpgroup multiplies together: 64 rows, as wgmma has
@@ -71,6 +73,7 @@ CUDA_CONSTANTS = {
     "CHUNK": CHUNK,
     "ATOM_COLS": ATOM_COLS,
     "ATOM_BYTES": ATOM_BYTES,
+    "UNIT_ATOMS": UNIT_ATOMS,
     "MAX_TIERS": MAX_TIERS,
     "TILE_ROW_BLOCKS": TILE_ROW_BLOCKS,
     "WARPGROUPS": WARPGROUPS,

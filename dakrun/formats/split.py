@@ -67,18 +67,26 @@ def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def store_atoms(data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor") -> None:
+def store_atoms(
+    data: "torch.Tensor",
+    split: Split,
+    first: int,
+    atoms: "torch.Tensor",
+    atom_cols: int = ATOM_COLS,
+) -> None:
     """Store atoms [columns, row blocks, W] in the bytes `data` of a tier.
 
     Their row blocks are one of `stretches`, from row block `first` on. An atom is W elements of any
-    dtype.
+    dtype. Units are stored likewise, with their columns as `atom_cols`.
     """
-    for stored, of in _matching_views(data, split, first, atoms):
+    for stored, of in _matching_views(data, split, first, atoms, atom_cols):
         stored.copy_(of)
 
 
-def load_atoms(data: "torch.Tensor", split: Split, like: "torch.Tensor") -> "torch.Tensor":
-    """The atoms [columns, row blocks, W] of a tier's bytes `data`.
+def load_atoms(
+    data: "torch.Tensor", split: Split, like: "torch.Tensor", atom_cols: int = ATOM_COLS
+) -> "torch.Tensor":
+    """The atoms, or units, [columns, row blocks, W] of a tier's bytes `data`.
 
     `like` [columns, 0, W] gives their dtype and the sizes.
     """
@@ -87,14 +95,14 @@ def load_atoms(data: "torch.Tensor", split: Split, like: "torch.Tensor") -> "tor
     pieces = [like]
     for first, count in stretches(split, split.row_blocks):
         atoms = like.new_empty(like.shape[0], count, like.shape[2])
-        for stored, to in _matching_views(data, split, first, atoms):
+        for stored, to in _matching_views(data, split, first, atoms, atom_cols):
             to.copy_(stored)
         pieces.append(atoms)
     return torch.cat(pieces, 1)
 
 
 def _matching_views(
-    data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor"
+    data: "torch.Tensor", split: Split, first: int, atoms: "torch.Tensor", atom_cols: int
 ) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
     """Pairs of views: a range of a tier's bytes, and the atoms that are stored there.
 
@@ -106,7 +114,7 @@ def _matching_views(
     words = data.view(atoms.dtype)[(first - skipped) * columns * width :]
     words = words[: waves * wave * columns * width].view(waves, -1)
     atoms = atoms.view(columns, waves, here, width)
-    for column, steps, depth in _runs(columns, split.step_cols // ATOM_COLS):
+    for column, steps, depth in _runs(columns, max(1, split.step_cols // atom_cols)):
         step = words[:, column * wave * width : (column + steps * depth) * wave * width]
         step = step.view(waves, steps, -1)
         some = atoms[column : column + steps * depth]
