@@ -112,6 +112,11 @@ def row_block_count(rows: int) -> int:
     return ceil_div(rows, ROWS_PER_BLOCK)
 
 
+def unit_atoms(atom_bytes: int) -> int:
+    """Atoms along the columns that lie together in a format whose atoms have `atom_bytes`."""
+    return 1 if atom_bytes == ATOM_BYTES else UNIT_ATOMS
+
+
 def first_row(row_block: int, rows: int) -> int:
     """First row of a row block of a matrix of `rows`; `rows` past the last row block."""
     return min(row_block * ROWS_PER_BLOCK, rows)

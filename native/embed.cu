@@ -7,6 +7,7 @@
 
 #include "element.cuh"
 #include "packed.cuh"
+#include "units.cuh"
 
 constexpr int kThreads = ELEMENTWISE_THREADS;
 
@@ -20,6 +21,17 @@ struct EmbedArgs {
   int row_ctas;        // CTAs per row of `out`
   PackedMatrix table;  // [rows, cols]
 };
+
+// Columns 8 * number to 8 * number + 7 of a row of a row block.
+__device__ __forceinline__ uint4 chunk(const RowBlock& row_block, int row, int number) {
+#if CODE
+  constexpr int kUnitChunks = kUnitAtoms * kAtomChunks;
+  const uint8_t* const unit = row_block.atom(number / kUnitChunks * kUnitAtoms);
+  return chunk_of_unit(unit, row, number % kUnitChunks);
+#else
+  return *reinterpret_cast<const uint4*>(row_block.chunk(row, number));
+#endif
+}
 
 // `row` clamped to a table of `count` rows.
 __device__ __forceinline__ int clamped(int row, int count) {
@@ -44,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     position = *reinterpret_cast<const Chunk*>(chunk_of(args.positions, at));
   }
   const RowBlock row_block(args.table, token / kRowsPerBlock);
-  Chunk sum = *reinterpret_cast<const Chunk*>(row_block.chunk(token % kRowsPerBlock, number));
+  const uint4 words = chunk(row_block, token % kRowsPerBlock, number);
+  Chunk sum = *reinterpret_cast<const Chunk*>(&words);
   if (args.positions) {
 #pragma unroll
     for (int i = 0; i < 8; i++)

@@ -2,7 +2,7 @@
 // its rows in place.
 #pragma once
 
-#include "geometry.cuh"
+#include "format.cuh"
 #include "ptx.cuh"
 
 // How a tier's row blocks are stored: row blocks of a wave and of a group, atoms along K of a step
@@ -45,7 +45,7 @@ struct RowBlock {
     const int first = quotient(row_block, tier.wave_row_blocks) * tier.wave_row_blocks;
     row_block -= first;
     wave = ptx::load_address(matrix.addresses + number) +
-           static_cast<int64_t>(first) * atoms * kAtomBytes;
+           static_cast<int64_t>(first) * atoms * kWAtomBytes;
     wave_row_blocks =
         min(tier.wave_row_blocks, next.first_row_block - tier.first_row_block - first);
     group = quotient(row_block, tier.group_row_blocks) * tier.group_row_blocks;
@@ -59,13 +59,15 @@ struct RowBlock {
     return quotient(atom, step_atoms) * step_atoms;
   }
 
-  // Address of an atom: 8 rows of 128 bytes, whose chunks are swizzled.
+  // Address of an atom: 8 rows of 128 bytes, whose chunks are swizzled. In formats with units, of
+  // the unit that begins with this atom.
   __device__ __forceinline__ const uint8_t* atom(int number) const {
     const int step = step_of(number);
     const int depth = min(step_atoms, atoms - step);
     const int before =
-        step * wave_row_blocks + group * depth + (number - step) * group_row_blocks + place;
-    return wave + static_cast<int64_t>(before) * kAtomBytes;
+        step * wave_row_blocks + group * depth + (number - step) * group_row_blocks +
+                       place * kUnitAtoms;
+    return wave + static_cast<int64_t>(before) * kWAtomBytes;
   }
 
   // Address of 16 bytes of a row: the columns from 8 * number on.
@@ -75,31 +77,31 @@ struct RowBlock {
   }
 };
 
-// Iterator over a row block's atoms along the columns, from atom `number` on. Behind each atom lie
-// the same columns of the next row blocks of its group. The time of next() delays a copy, so it has
-// no divisions.
+// Iterator over a row block's atoms, or units, along the columns, from the one that begins with atom
+// `number` on. Behind each lie the same columns of the next row blocks of its group. The time of
+// next() delays a copy, so it has no divisions.
 struct RowBlockAtoms {
   const uint8_t* from;  // the atom
 
   __device__ __forceinline__ RowBlockAtoms(const RowBlock& row_block, int number)
       : from(row_block.atom(number)),
         step(row_block.wave + static_cast<int64_t>(row_block.step_of(number)) *
-                                  row_block.wave_row_blocks * kAtomBytes),
+                                  row_block.wave_row_blocks * kWAtomBytes),
         group(row_block.group),
         place(row_block.place),
         step_atoms(row_block.step_atoms),
-        group_bytes(row_block.group_row_blocks * kAtomBytes),
-        step_bytes(row_block.step_atoms * row_block.wave_row_blocks * kAtomBytes),
+        group_bytes(row_block.group_row_blocks * kUnitBytes),
+        step_bytes(row_block.step_atoms * row_block.wave_row_blocks * kWAtomBytes),
         behind(row_block.atoms - row_block.step_of(number)),
         left(min(row_block.step_atoms, behind) - number + row_block.step_of(number)) {}
 
   __device__ __forceinline__ void next() {
     from += group_bytes;
-    if (--left > 0) return;
+    if ((left -= kUnitAtoms) > 0) return;
     step += step_bytes;
     behind -= step_atoms;
     left = min(step_atoms, behind);
-    from = step + (group * left + place) * kAtomBytes;
+    from = step + (group * left + place * kUnitAtoms) * kWAtomBytes;
   }
 
  private:

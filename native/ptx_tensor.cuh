@@ -65,6 +65,21 @@ __device__ __forceinline__ void mma(float2& top, float2& bottom, const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Sum, difference and product of two pairs of 16-bit floats, rounded to the nearest. Not fused.
+#define DEFINE_ARITHMETIC(name, type, Element)                                          \
+  __device__ __forceinline__ uint32_t name(uint32_t a, uint32_t b, Element) {           \
+    uint32_t result;                                                                    \
+    asm(#name ".rn." type " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));              \
+    return result;                                                                      \
+  }
+DEFINE_ARITHMETIC(add, "f16x2", __half)
+DEFINE_ARITHMETIC(sub, "f16x2", __half)
+DEFINE_ARITHMETIC(mul, "f16x2", __half)
+DEFINE_ARITHMETIC(add, "bf16x2", __nv_bfloat16)
+DEFINE_ARITHMETIC(sub, "bf16x2", __nv_bfloat16)
+DEFINE_ARITHMETIC(mul, "bf16x2", __nv_bfloat16)
+#undef DEFINE_ARITHMETIC
+
 // Element-wise maximum of two pairs of 16-bit floats. NaN if either is NaN, always the same NaN
 // without a sign.
 

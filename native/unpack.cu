@@ -2,10 +2,14 @@
 //
 //   for each row block and kAtoms consecutive atoms of it, one warp:
 //     load the atoms from the row block's tier, 1 KiB contiguous each   // before the wait: weights
+//     elements of fewer bits: expand and scale them to 16-bit atoms in shared memory
 //     wait for predecessor kernels, which may still use `out`
 //     store 128 contiguous bytes of each atom to each of the 8 rows
 
 #include "packed.cuh"
+#if CODE
+#include "units.cuh"
+#endif
 
 constexpr int kThreads = ELEMENTWISE_THREADS;
 constexpr int kAtoms = UNPACK_ATOMS;  // of a warp
@@ -20,6 +24,23 @@ struct UnpackArgs {
   PackedMatrix weight;
 };
 
+#if CODE
+// A lane's part of an atom of 16 bits, [halves][lanes][16 bytes]: of the unit's atom `atom`.
+__device__ __forceinline__ void load(uint4 (&to)[kHalves], const uint8_t* unit, int atom) {
+  __shared__ uint4 staged[kThreads / 32][kAtomBytes / 16];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const RowScales scales(unit, lane / 4);
+  Pairs pairs(unit, atom, lane, scales);
+  pairs.scale(atom, scales);
+  pairs.store(ptx::smem_address(staged[warp]), lane);
+  __syncwarp();
+#pragma unroll
+  for (int half = 0; half < kHalves; half++)
+    to[half] = staged[warp][32 * half + lane];
+  __syncwarp();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     unpack(const __grid_constant__ UnpackArgs args) {
   ptx::launch_dependents();
@@ -31,10 +52,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kAtoms; i++) {
     if (first_atom + i >= args.weight.atoms) break;
+#if CODE
+    load(moved[i], from.atom(first_atom + i - i % kUnitAtoms), i % kUnitAtoms);
+#else
     const auto* const atom = reinterpret_cast<const uint4*>(from.atom(first_atom + i));
 #pragma unroll
     for (int half = 0; half < kHalves; half++)
       moved[i][half] = atom[32 * half + lane];
+#endif
   }
   ptx::wait_for_dependencies();
 #pragma unroll

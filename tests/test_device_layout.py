@@ -4,40 +4,14 @@ import itertools
 
 import pytest
 import torch
+from packed_matrices import LAYOUTS, stored_of
 
 from dakrun.formats import Split, stretches
-from dakrun.formats.device_layout import CODES, Code, Quantised
+from dakrun.formats.device_layout import Code, Quantised
 from dakrun.geometry import ROWS_PER_BLOCK, row_block_count
 
 ROWS, COLS = 43, 384  # 6 row blocks, the last of 3 rows, and 3 units
 SPLITS = (Split(6), Split(6, 2, 2, 128), Split(6, 1, 4, 256))
-
-
-def formats() -> list[Quantised]:
-    """Every code with the groups, scales and zeros that checkpoints have."""
-    integers = [
-        Quantised(code, group, scale_bytes, zeros)
-        for code, group, scale_bytes, zeros in itertools.product(
-            CODES[:2], (32, 64, 128), (2, 4), (False, True)
-        )
-    ]
-    return [*integers, Quantised("e2m1", 16, 1), Quantised("e4m3", 128, 4), Quantised("e4m3", 128)]
-
-
-def stored_of(layout: Quantised, rows: int, cols: int) -> tuple[torch.Tensor, ...]:
-    """Random tensors for `write`: codes, scales, and zeros or factors."""
-    generator = torch.Generator().manual_seed(rows + cols)
-    codes = torch.randint(0, 1 << layout.bits, (rows, cols), generator=generator).to(torch.uint8)
-    codes[codes % 128 == 127] = 1  # e4m3's NaN
-    groups = cols // layout.group
-    scales = torch.rand(rows, groups, generator=generator) + 0.5
-    if layout.scale_bytes == 1:
-        return codes, scales.to(torch.float8_e4m3fn), torch.rand(rows, generator=generator)
-    if layout.scale_bytes == 2:
-        scales = scales.half()
-    if not layout.zeros:
-        return codes, scales
-    return codes, scales, torch.randint(0, 1 << layout.bits, (rows, groups), generator=generator)
 
 
 def value(code: int, kind: Code) -> float:
@@ -55,7 +29,7 @@ def value(code: int, kind: Code) -> float:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("layout", formats(), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_rows_are_read_as_they_were_packed(layout: Quantised, split: Split) -> None:
     stored = stored_of(layout, ROWS, COLS)
     (array,) = layout.arrays(COLS)
@@ -73,7 +47,7 @@ def test_rows_are_read_as_they_were_packed(layout: Quantised, split: Split) -> N
     assert torch.equal(found, ((values - per_column[0]) * per_column[1]).half())
 
 
-@pytest.mark.parametrize("layout", formats(), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_unit_is_in_whole_copies(layout: Quantised) -> None:
     assert layout.unit_bytes % 16 == 0 and layout.row_block_bytes(COLS) == 3 * layout.unit_bytes
     assert layout.atom_bytes * 2 == layout.unit_bytes

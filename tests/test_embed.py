@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from packed_matrices import CASES, normal, packed
+from packed_matrices import CASES, LAYOUTS, normal, packed, quantised
 
 from dakrun.formats import Split
+from dakrun.formats.device_layout import Quantised
 from dakrun.kernels import embed
 from dakrun.kernels.runtime import DTYPES
 
@@ -38,6 +39,16 @@ def test_rows_of_positions(dtype: torch.dtype, kernel_device: str) -> None:
     embed(tokens, packed(dense, splits), out, positions=positions, lengths=lengths, offset=2)
     rounded_once = dense[tokens.long()].float() + positions[lengths.clamp(min=0).long() + 2].float()
     assert torch.equal(out, rounded_once.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_elements_of_fewer_bits(layout: Quantised, dtype: torch.dtype, kernel_device: str) -> None:
+    rows, cols, splits = 203, 456, (Split(10, 2, 3, 256), Split(16, 1, 2, 128))
+    table = quantised(layout, rows, cols, splits, dtype=dtype, device=kernel_device)
+    tokens = integers(202, 0, 77, 13, device=kernel_device)
+    out = torch.full((4, cols), torch.nan, dtype=dtype, device=kernel_device)
+    assert torch.equal(embed(tokens, table, out), table.dense(kernel_device)[tokens.long()])
 
 
 def test_wide_rows(kernel_device: str) -> None:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from moved_parts import Movable
-from packed_matrices import CASES, normal, packed
+from packed_matrices import CASES, LAYOUTS, normal, packed, quantised
 
 from dakrun.formats import Split
+from dakrun.formats.device_layout import Quantised
 from dakrun.kernels import unpack
 from dakrun.kernels.runtime import DTYPES
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 
 def guarded(like: torch.Tensor) -> torch.Tensor:
@@ -35,6 +37,33 @@ def test_parts_that_moved(
     for _ in range(2):
         assert torch.equal(unpack(movable.matrix, torch.empty_like(dense)), dense)
         movable.move(dense.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_elements_of_fewer_bits(layout: Quantised, dtype: torch.dtype, kernel_device: str) -> None:
+    """Values are rounded once; the last unit and the last row block are not whole."""
+    rows, cols, splits = 203, 456, (Split(10, 2, 3, 256), Split(16, 1, 2, 128))
+    weight = quantised(layout, rows, cols, splits, dtype=dtype, device=kernel_device)
+    room = guarded(weight.dense(kernel_device))
+    unpack(weight, room[:rows])
+    assert torch.equal(room[:rows], weight.dense(kernel_device))
+    assert bool(room[rows:].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_code_that_is_no_number(dtype: torch.dtype, kernel_device: str) -> None:
+    layout = Quantised("e4m3", 128, 4)
+    codes = torch.arange(256, dtype=torch.uint8, device=kernel_device).repeat(8, 1)
+    scales = torch.ones(8, 2, device=kernel_device)
+    data = torch.empty(2 * layout.unit_bytes, dtype=torch.uint8, device=kernel_device)
+    split = Split(1, 1, 1, 128)
+    layout.write([data], split, 0, codes, scales)
+    weight = TieredMatrix((8, 256), dtype, (MatrixPart("hbm", split, layout, (data,)),))
+    out = unpack(weight, torch.empty(8, 256, dtype=dtype, device=kernel_device))
+    numbers = codes.view(torch.float8_e4m3fn).to(dtype)
+    assert torch.equal(out.isnan(), numbers.isnan()) and out.isnan().sum() == 16
+    assert torch.equal(out.nan_to_num(), numbers.nan_to_num())
 
 
 @pytest.mark.parametrize("piece", [8, 64, 104])

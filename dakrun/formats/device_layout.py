@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dakrun.formats.split import Split, load_atoms, store_atoms
 from dakrun.formats.weight_format import Array, WeightFormat
-from dakrun.geometry import ROWS_PER_BLOCK, UNIT_ATOMS, UNIT_COLS, row_block_count
+from dakrun.geometry import CHUNK, ROWS_PER_BLOCK, UNIT_ATOMS, UNIT_COLS, row_block_count
 from dakrun.units import ceil_div
 
 if TYPE_CHECKING:
@@ -115,15 +115,15 @@ class Quantised(WeightFormat):
         return (Array("elements", self.unit_bytes * ceil_div(cols, UNIT_COLS), 16, padded=True),)
 
     def takes(self, cols: int) -> bool:
-        """Columns in whole groups."""
-        return cols % self.group == 0
+        """Columns in multiples of CHUNK; a row's last group may be smaller."""
+        return cols % CHUNK == 0
 
     def write(
         self, arrays: "Sequence[torch.Tensor]", split: Split, first: int, *stored: "torch.Tensor"
     ) -> None:
-        """Pack `stored`: codes [R, K] as uint8, scales [R, K / group], then what the format has.
+        """Pack `stored`: codes [R, K] as uint8, scales [R, groups], then what the format has.
 
-        That is zeros as integers [R, K / group], or factors as float32 [R].
+        That is zeros as integers [R, groups], or factors as float32 [R].
         """
         store_atoms(arrays[0], split, first, self._packed(*stored), UNIT_COLS)
 

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from dakrun.formats import WeightFormat
 from dakrun.geometry import ATOM_COLS, CHUNK, ELEMENTWISE_THREADS, ROWS_PER_BLOCK, UNPACK_ATOMS
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.runtime import jit, operands
@@ -47,8 +48,13 @@ def unpack(
         row_block_ctas=row_block_ctas,
         weight=packed_matrix(weight, out.device),
     )
-    kernel = jit.kernel(SOURCE, "unpack", weight.format.macros)
+    kernel = jit.kernel(SOURCE, "unpack", defines(weight.dtype, weight.format))
     kernel.launch(
         ceil_div(rows, ROWS_PER_BLOCK) * row_block_ctas, ELEMENTWISE_THREADS, args, pdl=pdl
     )
     return out
+
+
+def defines(dtype: torch.dtype, stored: WeightFormat) -> dict[str, int]:
+    """Macros of the variant for a format; 16-bit elements of all dtypes are copied alike."""
+    return {**operands.defines(dtype), **stored.macros} if stored.macros else {}

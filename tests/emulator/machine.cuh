@@ -134,6 +134,8 @@ Cta& of_cluster(uint32_t rank);
 void settle(Barrier& barrier);
 
 inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
+  if (address >= kStatic && address - kStatic + bytes <= of.fixed.size())
+    return of.fixed.data() + (address - kStatic);
   if (address + bytes > of.shared) check(address, bytes, of);
   return of.memory.data() + address;
 }

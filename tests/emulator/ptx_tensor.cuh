@@ -81,6 +81,12 @@ inline float to_float(uint16_t bits, __half) {
 inline float to_float(uint16_t bits, __nv_bfloat16) {
   return __bfloat162float({bits});
 }
+inline uint16_t to_bits(float value, __half) {
+  return __float2half_rn(value).bits;
+}
+inline uint16_t to_bits(float value, __nv_bfloat16) {
+  return __float2bfloat16_rn(value).bits;
+}
 
 // `top` has rows 0 to 7 of c, `bottom` rows 8 to 15.
 template <class Element>
@@ -122,6 +128,33 @@ void mma(float2& top, float2& bottom, const uint32_t (&a)[4], uint32_t b0, uint3
       });
   top = {taken.sums[0], taken.sums[1]};
   bottom = {taken.sums[2], taken.sums[3]};
+}
+
+// `of` the floats of two pairs, each result rounded.
+template <class Element, class Function>
+uint32_t of_pairs(uint32_t a, uint32_t b, Element of, Function function) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const float x = to_float(static_cast<uint16_t>(a >> shift), of),
+                y = to_float(static_cast<uint16_t>(b >> shift), of);
+    result |= static_cast<uint32_t>(to_bits(function(x, y), of)) << shift;
+  }
+  return result;
+}
+
+template <class Element>
+uint32_t add(uint32_t a, uint32_t b, Element of) {
+  return of_pairs(a, b, of, [](float x, float y) { return x + y; });
+}
+
+template <class Element>
+uint32_t sub(uint32_t a, uint32_t b, Element of) {
+  return of_pairs(a, b, of, [](float x, float y) { return x - y; });
+}
+
+template <class Element>
+uint32_t mul(uint32_t a, uint32_t b, Element of) {
+  return of_pairs(a, b, of, [](float x, float y) { return x * y; });
 }
 
 template <class Element>

@@ -4,7 +4,8 @@ import ctypes
 
 import torch
 
-from dakrun.geometry import ATOM_COLS, CHUNK, MAX_TIERS
+from dakrun.formats import WeightFormat
+from dakrun.geometry import ATOM_COLS, CHUNK, MAX_TIERS, unit_atoms
 from dakrun.kernels.runtime.operands import DTYPES, ints, pointers
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
@@ -50,12 +51,18 @@ def addresses(weight: TieredMatrix, device: torch.device) -> int:
     return weight.addresses(device).data_ptr()
 
 
+def atom_count(cols: int, stored: WeightFormat) -> int:
+    """Atoms along `cols` columns, in whole units of a format that has units."""
+    unit = unit_atoms(stored.atom_bytes)
+    return unit * ceil_div(cols, unit * ATOM_COLS)
+
+
 def packed_matrix(weight: TieredMatrix, device: torch.device) -> PackedMatrix:
     """Describe `weight` to kernels on `device`. Raises ValueError as `addresses` does."""
     matrix = PackedMatrix(
         addresses=addresses(weight, device),
         tier_count=len(weight.parts),
-        atoms=ceil_div(weight.shape[1], ATOM_COLS),
+        atoms=atom_count(weight.shape[1], weight.format),
     )
     row_block = 0
     for number, part in enumerate(weight.parts):
@@ -64,7 +71,7 @@ def packed_matrix(weight: TieredMatrix, device: torch.device) -> PackedMatrix:
             first_row_block=row_block,
             wave_row_blocks=split.wave,
             group_row_blocks=split.group,
-            step_atoms=split.step_cols // ATOM_COLS,
+            step_atoms=atom_count(split.step_cols, weight.format),
         )
         row_block += split.row_blocks
     matrix.tiers[len(weight.parts)] = PackedTier(first_row_block=row_block)  # the last tier's end

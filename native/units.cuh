@@ -1,0 +1,199 @@
+// Elements of 4 and 8 bits become pairs of 16-bit floats: shifts, masks, and one or two operations
+// on pairs. A lane's elements of an atom are those of its fragments for mma and wgmma.
+#pragma once
+
+#include "element.cuh"
+#include "format.cuh"
+
+constexpr int kWordSteps = kCodeBits == 4 ? 2 : 1;  // of 16 columns, in a 32-bit word
+constexpr int kWordPairs = 2 * kWordSteps;
+constexpr int kAtomWords = 4 / kWordSteps;          // of a lane
+
+// The same 16-bit float twice.
+__device__ __forceinline__ constexpr uint32_t twice(uint32_t half) {
+  return half << 16 | half;
+}
+
+// 128 or 1,024, whose last bit is 1: the bits of a small integer added to it are those of the sum.
+constexpr uint32_t kMagic = twice(BFLOAT16 ? 0x4300 : 0x6400);
+
+// What is added to an integer that was read with kMagic: -(kMagic + zero). Integers of 8 bits have
+// too many for bfloat16, they are read as signed ones: 128 - zero.
+__device__ __forceinline__ uint32_t offset_of(uint32_t zero) {
+  if (BFLOAT16 && CODE == kInt8) {
+    const float offset = 128.0f - static_cast<float>(zero);
+    return packed(offset, offset);
+  }
+  return kMagic | twice(0x8000 | zero);
+}
+
+// Pair `number` of a word, of columns 8 * number + 2t and 8 * number + 2t + 1, without its scale.
+__device__ __forceinline__ uint32_t expanded(uint32_t word, int number, uint32_t offset) {
+  if (CODE == kInt4) return ptx::add((word >> 4 * number & 0x000f000f) | kMagic, offset, Element());
+  if (CODE == kInt8) {
+    const uint32_t bytes = word >> 8 * number;
+    if (!BFLOAT16) return ptx::add((bytes & 0x00ff00ff) | kMagic, offset, Element());
+    // Seven bits, less 128 or 256 by the inverted eighth: the exponent's last bit.
+    const uint32_t low = (bytes & 0x007f007f) | kMagic, high = (~bytes & 0x00800080) | kMagic;
+    const uint32_t value = ptx::sub(low, high, Element());
+    return ZEROS ? ptx::add(value, offset, Element()) : value;
+  }
+  // Sign, exponent and mantissa where a 16-bit float has them; a power of two makes up for the
+  // difference of the biases, for subnormal numbers too.
+  if (CODE == kE2m1) {
+    const uint32_t top = word << 12 - 4 * number;
+    const uint32_t size = BFLOAT16 ? top >> 6 & 0x01c001c0 : top >> 3 & 0x0e000e00;
+    return ptx::mul((top & 0x80008000) | size, twice(BFLOAT16 ? 0x7e80 : 0x7400), Element());
+  }
+  const uint32_t top = word << 8 - 8 * number;
+  const uint32_t size = BFLOAT16 ? top >> 4 & 0x07f007f0 : top >> 1 & 0x3f803f80;
+  return ptx::mul((top & 0x80008000) | size, twice(BFLOAT16 ? 0x7b80 : 0x5c00), Element());
+}
+
+// Bits that are not zero if a word has a NaN of e4m3, the code 0x7F with either sign.
+__device__ __forceinline__ uint32_t nans_of(uint32_t word) {
+  return (word & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
+}
+
+// The pair, with NaN for each element of the word's pair `number` that is one.
+__device__ __forceinline__ uint32_t with_nans(uint32_t pair, uint32_t word, int number) {
+  const uint32_t top = nans_of(word) << 8 - 8 * number;
+  return pair | (top & 0x8000 ? 0x7fff : 0) | (top & 0x80000000 ? 0x7fff0000 : 0);
+}
+
+// Scales and zeros of a row of a unit.
+struct RowScales {
+  static constexpr int kBytes = kUnitGroups * SCALE_BYTES;
+
+  uint32_t scales[(kBytes + 3) / 4], zeros[(kUnitGroups + 1) / 2];
+  float factor;
+
+  __device__ __forceinline__ RowScales(const uint8_t* unit, int row) {
+    load<kBytes>(unit + kScalesAt + row * kBytes, scales);
+    if (ZEROS) load<2 * kUnitGroups>(unit + kZerosAt + row * 2 * kUnitGroups, zeros);
+    if (SCALE_BYTES == 1) factor = reinterpret_cast<const float*>(unit + kFactorsAt)[row];
+  }
+
+  // The scale of columns from 16 * step on.
+  __device__ __forceinline__ float scale(int step) const {
+    const int group = step * 16 / GROUP;
+    if (SCALE_BYTES == 4) return __uint_as_float(scales[group]);
+    const uint32_t word = scales[group * SCALE_BYTES / 4] >> group * SCALE_BYTES % 4 * 8;
+    if (SCALE_BYTES == 2) return unpacked(word).x;
+    // e4m3: as for elements, but of 32 bits.
+    const uint32_t size = word & 0x7f;
+    const float value = __uint_as_float((word & 0x80) << 24 | size << 20) * 0x1p120f;
+    return (size == 0x7f ? __uint_as_float(0x7fffffff) : value) * factor;
+  }
+  // The scale twice, of 16 bits.
+  __device__ __forceinline__ uint32_t scale_pair(int step) const {
+    const int group = step * 16 / GROUP;
+    const uint32_t word = scales[group / 2];
+    return group % 2 ? word >> 16 | (word & 0xffff0000) : twice(word & 0xffff);
+  }
+  __device__ __forceinline__ uint32_t offset(int step) const {
+    const int group = step * 16 / GROUP;
+    if (ZEROS) return offset_of(zeros[group / 2] >> group % 2 * 16 & 0xffff);
+    return offset_of(CODE == kInt8 ? 128 : 8);
+  }
+
+ private:
+  template <int bytes>
+  __device__ __forceinline__ static void load(const uint8_t* from, uint32_t* to) {
+    if (bytes == 2) {
+      to[0] = *reinterpret_cast<const uint16_t*>(from);
+    } else if (bytes == 4) {
+      to[0] = *reinterpret_cast<const uint32_t*>(from);
+    } else if (bytes == 8) {
+      const uint2 words = *reinterpret_cast<const uint2*>(from);
+      to[0] = words.x, to[1] = words.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < bytes / 16; i++) {
+        const uint4 words = reinterpret_cast<const uint4*>(from)[i];
+        to[4 * i] = words.x, to[4 * i + 1] = words.y;
+        to[4 * i + 2] = words.z, to[4 * i + 3] = words.w;
+      }
+    }
+  }
+};
+
+// A lane's pairs of an atom: those of columns 8 i + 2t and 8 i + 2t + 1 of its row.
+struct Pairs {
+  uint32_t of[kAtomChunks];
+
+  // Of atom `atom` of a unit, without scales.
+  __device__ __forceinline__ Pairs(const uint8_t* unit, int atom, int lane,
+                                   const RowScales& scales) {
+    uint32_t words[kAtomWords];
+    const uint8_t* const from = unit + atom * kCodesBytes + lane * 4 * kAtomWords;
+    if (kAtomWords == 2) {
+      const uint2 both = *reinterpret_cast<const uint2*>(from);
+      words[0] = both.x, words[1] = both.y;
+    } else {
+      const uint4 all = *reinterpret_cast<const uint4*>(from);
+      words[0] = all.x, words[1] = all.y, words[kAtomWords - 2] = all.z;
+      words[kAtomWords - 1] = all.w;
+    }
+    uint32_t nans = 0;
+#pragma unroll
+    for (int i = 0; i < kAtomChunks; i++) {
+      const uint32_t word = words[i / kWordPairs];
+      of[i] = expanded(word, i % kWordPairs, scales.offset(4 * atom + i / 2));
+      if (CODE == kE4m3 && i % kWordPairs == 0) nans |= nans_of(word);
+    }
+    if (CODE == kE4m3 && nans) {
+#pragma unroll
+      for (int i = 0; i < kAtomChunks; i++)
+        of[i] = with_nans(of[i], words[i / kWordPairs], i % kWordPairs);
+    }
+  }
+
+  // Multiplies by the scales, and rounds once.
+  __device__ __forceinline__ void scale(int atom, const RowScales& scales) {
+#pragma unroll
+    for (int i = 0; i < kAtomChunks; i++)
+      of[i] = scaled(of[i], scales, 4 * atom + i / 2);
+  }
+
+  __device__ __forceinline__ static uint32_t scaled(uint32_t pair, const RowScales& scales,
+                                                    int step) {
+    if (SCALE_BYTES == 2) return ptx::mul(pair, scales.scale_pair(step), Element());
+    const float2 values = unpacked(pair);
+    const float scale = scales.scale(step);
+    return packed(values.x * scale, values.y * scale);
+  }
+
+  // Stores a warp's pairs as an atom of 16-bit elements at a shared address.
+  __device__ __forceinline__ void store(uint32_t to, int lane) const {
+    const int row = lane % 8;
+#pragma unroll
+    for (int i = 0; i < kAtomChunks; i += 4) {
+      const uint32_t four[4] = {of[i], of[i + 1], of[i + 2], of[i + 3]};
+      ptx::stmatrix_x4(to + row * 128 + ((i + lane / 8 ^ row) << 4), four);
+    }
+  }
+};
+
+// Columns 8 * number to 8 * number + 7 of a row of a unit, scaled.
+__device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int number) {
+  const int atom = number / kAtomChunks, chunk = number % kAtomChunks;
+  const auto* const words =
+      reinterpret_cast<const uint32_t*>(unit + atom * kCodesBytes) + row * 4 * kAtomWords;
+  const RowScales scales(unit, row);
+  uint32_t pairs[4];
+#pragma unroll
+  for (int t = 0; t < 4; t++) {
+    // Shifts are of constants where loops are unrolled, here of the chunk's place in the word.
+    const uint32_t word = words[t * kAtomWords + chunk / kWordPairs];
+    pairs[t] = 0;
+#pragma unroll
+    for (int i = 0; i < kUnitCols / 8; i++) {
+      if (i != number) continue;
+      uint32_t pair = expanded(word, i % kWordPairs, scales.offset(i / 2));
+      if (CODE == kE4m3) pair = with_nans(pair, word, i % kWordPairs);
+      pairs[t] = Pairs::scaled(pair, scales, i / 2);
+    }
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
