@@ -67,6 +67,7 @@ ROW_THREADS = 1024  # per CTA of select_token; the maximum per CTA of normalize
 NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
 NORMALIZE_MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS  # maximum columns of a row
 NO_TOKEN = -1  # in place of the token of a row whose largest logit is NaN or infinite
+NONE_ALLOWED = -2  # in place of the token of a row whose grammar allows none
 
 CUDA_CONSTANTS = {
     "ROWS_PER_BLOCK": ROWS_PER_BLOCK,
@@ -99,6 +100,7 @@ CUDA_CONSTANTS = {
     "ROW_THREADS": ROW_THREADS,
     "NORMALIZE_CHUNKS": NORMALIZE_CHUNKS,
     "NO_TOKEN": NO_TOKEN,
+    "NONE_ALLOWED": NONE_ALLOWED,
 }
 
 FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and applies the norm itself

@@ -102,4 +102,11 @@ __device__ __forceinline__ int load_acquire(const int* from) {
   return value;
 }
 
+// The same at system scope: for a flag that the CPU writes, in host memory.
+__device__ __forceinline__ int load_acquire_sys(const int* from) {
+  int value;
+  asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 }  // namespace ptx

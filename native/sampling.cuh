@@ -7,15 +7,20 @@
 #pragma once
 
 #include "cta_reduce.cuh"
-#include "element.cuh"
+#include "row_logits.cuh"
 
 // How a slot's tokens are chosen; temperature 0: the largest logit.
 struct Sampling {
   float temperature;
   int top_k;  // 0: all
   float top_p;
-  int padding;
+  int mask_base;
   uint64_t seed;
+  // Of a row with a grammar, else null; in host memory. Bit `token % 32` of mask[token / 32] says
+  // whether the grammar allows the token at position p, once *ready is at least mask_base + p. Both
+  // are compared as unsigned, so that -1 ends every wait.
+  const uint32_t* mask;  // [ceil(vocabulary / 32)]
+  const int* ready;
 };
 
 // splitmix64's finaliser (Steele, Lea, Flood 2014).
@@ -51,22 +56,23 @@ struct SearchParts {
 
 // The largest threshold in [low, high) with a sum of at least `target` over the keys from it on.
 // `low` has such a sum. `sum_pass(first, step, high, sums)` adds to sums[i] the amounts of a
-// thread's keys in [first + i * step, high). All threads of the CTA take part.
-template <class SumPass>
-__device__ __forceinline__ int find_threshold(int low, int high, uint64_t target,
+// thread's keys in [first + i * step, high). All threads of the CTA take part. high - low and the
+// thresholds up to high + 2 * step must be of type Key.
+template <class Key, class SumPass>
+__device__ __forceinline__ Key find_threshold(Key low, Key high, uint64_t target,
                                               SearchParts& parts, SumPass sum_pass) {
   uint64_t above = 0;  // sum over the keys from `high` on
 #pragma unroll 1
   while (high - low > 1) {
-    const int step = max(1, (high - low) / (kProbes + 1));
+    const Key step = max(static_cast<Key>(1), (high - low) / (kProbes + 1));
     uint64_t sums[kProbes] = {};
     sum_pass(low + step, step, high, sums);
     __syncthreads();  // `parts` of the pass before have been read
-    int next_low = low, next_high = high;
+    Key next_low = low, next_high = high;
     uint64_t next_above = above;
 #pragma unroll
     for (int i = 0; i < kProbes; i++) {
-      const int threshold = low + (i + 1) * step;
+      const Key threshold = low + (i + 1) * step;
       const uint64_t sum =
           above +
           reduce_cta(sums[i], parts.of[i], [](uint64_t a, uint64_t b) { return a + b; });
@@ -80,4 +86,58 @@ __device__ __forceinline__ int find_threshold(int low, int high, uint64_t target
     low = next_low, high = next_high, above = next_above;
   }
   return low;
+}
+
+// The token of a row, drawn for `position`; its largest logit has the key `best`. All threads of the
+// CTA take part, and get it.
+template <class Logits>
+__device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key best,
+                                      float largest_logit, const Sampling& sampling, int position,
+                                      SearchParts& parts) {
+  using Key = typename Logits::Key;
+  const float scale = 1.0f / fmaxf(sampling.temperature, 1e-30f);
+  Key least = Logits::kLowest;  // of the kept keys
+  if (sampling.top_k > 0 && sampling.top_k < logits.row.size) {
+    least = find_threshold(least, best + 1, sampling.top_k, parts,
+                           [&](Key first, Key step, Key high, uint64_t (&sums)[kProbes]) {
+                             logits.for_each(first, [&](Key key, float, int) {
+#pragma unroll
+                               for (int i = 0; i < kProbes; i++)
+                                 sums[i] += key >= first + i * step && key < high;
+                             });
+                           });
+  }
+  if (sampling.top_p < 1.0f) {
+    const float log2_scale = 1.4426950408889634f * scale;  // times log2(e)
+    const auto add = [&](Key first, Key step, Key high, uint64_t (&sums)[kProbes]) {
+      logits.for_each(first, [&](Key key, float logit, int) {
+        if (key < first || key >= high) return;
+        const uint32_t amount = mass((logit - largest_logit) * log2_scale);
+#pragma unroll
+        for (int i = 0; i < kProbes; i++)
+          if (key >= first + i * step) sums[i] += amount;
+      });
+    };
+    uint64_t total[kProbes] = {};
+    add(least, 0, best + 1, total);
+    __syncthreads();  // `parts` of a search before have been read
+    const auto plus = [](uint64_t a, uint64_t b) { return a + b; };
+    const double sum = reduce_cta(total[0], parts.of[0], plus);
+    // Rounded up: a sum is at least the target if it is at least the next integer.
+    least = find_threshold(least, best + 1, static_cast<uint64_t>(ceil(sampling.top_p * sum)), parts, add);
+  }
+  const uint64_t state = noise_state(sampling.seed, position);
+  uint64_t rank = 0;  // of the thread's token: larger score first, then smaller token
+  logits.for_each(least, [&](Key key, float logit, int token) {
+    if (key < least) return;
+    const float score = (logit - largest_logit) * scale + gumbel(state, token);
+    const uint32_t bits = reinterpret_cast<const uint32_t&>(score);
+    const uint32_t ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;
+    const uint64_t found =
+        static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(token);
+    if (found > rank) rank = found;
+  });
+  __syncthreads();
+  rank = reduce_cta(rank, parts.of[0], [](uint64_t a, uint64_t b) { return max(a, b); });
+  return ~static_cast<uint32_t>(rank);
 }

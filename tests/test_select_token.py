@@ -1,6 +1,8 @@
 """Tokens are torch.argmax's or the sampler's, and move their rows on; idle rows stay."""
 
 import math
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ from packed_matrices import normal
 
 from dakrun.config import SamplingParams
 from dakrun.engine import sample
-from dakrun.geometry import NO_TOKEN
-from dakrun.kernels import SAMPLING_WORDS, sampling_words, select_token
+from dakrun.geometry import NO_TOKEN, NONE_ALLOWED
+from dakrun.kernels import SAMPLING_WORDS, TokenMask, mask_words, sampling_words, select_token
 from dakrun.kernels.runtime import DTYPES
 
 UNTOUCHED = -9
@@ -136,6 +138,95 @@ def test_sampled_rows_are_the_sampler_s(
     assert vocabulary < 1000 or len(set(found)) > 1
 
 
+class Masks:
+    """Masks of all slots, with their counters, as the host of a GPU has them."""
+
+    def __init__(self, allowed: torch.Tensor, *, pinned: bool) -> None:
+        """`allowed`: bool [slots, vocabulary]. No mask is there yet."""
+        slots, vocabulary = allowed.shape
+        self.bits = torch.zeros(slots, mask_words(vocabulary), dtype=torch.int32, pin_memory=pinned)
+        padded = torch.zeros(slots, 32 * self.bits.shape[1], dtype=torch.int64)
+        padded[:, :vocabulary] = allowed
+        words = (padded.view(slots, -1, 32) << torch.arange(32)).sum(-1)
+        self.bits.copy_(words.where(words < 2**31, words - 2**32))
+        self.bits[:, -1] |= -1 << (vocabulary - 1) % 32 << 1  # past the vocabulary: for nobody
+        self.ready = torch.zeros(slots, dtype=torch.int32, pin_memory=pinned)
+
+    def of(self, slot: int, base: int) -> TokenMask:
+        return TokenMask(self.bits[slot].data_ptr(), self.ready[slot:].data_ptr(), base)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocabulary", "share"), [(7, 0.5), (1001, 0.02), (33000, 0.5)])
+def test_only_allowed_tokens_are_chosen(
+    vocabulary: int, share: float, dtype: torch.dtype, kernel_device: str
+) -> None:
+    """As if the others' logits were -infinity, beside rows without a mask; a mask may come late."""
+    n = len(SAMPLED)
+    device, generator = torch.device(kernel_device), torch.Generator().manual_seed(vocabulary)
+    logits = 2 * normal(n, vocabulary, dtype=dtype, device=kernel_device)
+    allowed = torch.rand(n, vocabulary, generator=generator) < share
+    allowed[:, vocabulary // 3] = True
+    allowed[4] = False
+    slots = torch.randperm(n, generator=generator)
+    masks = Masks(allowed[slots.argsort()], pinned=logits.is_cuda)
+    free = (1, 5)  # rows without a mask
+    words = torch.zeros(n, SAMPLING_WORDS, dtype=torch.int32)
+    for row, slot in enumerate(slots.tolist()):
+        mask = None if row in free else masks.of(slot, 100 * row + 1)
+        words[slot] = torch.tensor(sampling_words(SAMPLED[row], row, mask), dtype=torch.int32)
+    masked = logits.cpu().masked_fill(~allowed, -math.inf)
+    masked[free, :] = logits.cpu()[free, :]
+    wanted = sample(masked, SAMPLED, range(n), range(21, 21 + n))
+    lengths = torch.arange(20, 20 + n, dtype=torch.int32, device=device)
+    tokens = torch.zeros(n, dtype=torch.int32, device=device)
+    log = torch.full((n, 1), UNTOUCHED, dtype=torch.int32, pin_memory=logits.is_cuda)
+    late = int(slots[2])
+
+    def publish(rows: range) -> None:
+        for row in rows:
+            masks.ready[slots[row]] = 100 * row + 1 + lengths_before[row] + 1
+
+    def publish_late() -> None:
+        time.sleep(0.3)
+        masks.bits[late] = bits
+        publish(range(2, 3))
+
+    lengths_before = lengths.tolist()
+    publish(range(n))
+    masks.ready[late] -= 1
+    bits = masks.bits[late].clone()
+    masks.bits[late] = -1
+    masks.ready[slots[8]] = -1
+    thread = threading.Thread(target=publish_late)
+    thread.start()
+    select_token(logits, tokens, lengths, slots.int().to(device), log, words.to(device))
+    assert lengths.tolist() == [length + 1 for length in lengths_before]
+    thread.join()
+    wanted[4] = NONE_ALLOWED
+    assert log[slots, 0].tolist() == wanted.tolist()
+    wanted[4] = 0
+    assert tokens.tolist() == wanted.tolist(), "of the vocabulary"
+
+
+def test_a_mask_of_a_row_that_is_not_finite_is_not_waited_for(kernel_device: str) -> None:
+    """Nor is one of a row without a request; minus infinity may be all that is allowed."""
+    logits = torch.zeros(3, 40, dtype=torch.float16)
+    logits[0, 3], logits[2, 8:] = math.nan, -math.inf
+    allowed = torch.ones(3, 40, dtype=torch.bool)
+    allowed[2, :8] = False
+    masks = Masks(allowed, pinned=kernel_device == "cuda")
+    masks.ready[2] = 6
+    words = [sampling_words(SamplingParams(), 0, masks.of(slot, 1)) for slot in range(3)]
+    integers = [[UNTOUCHED] * 3, [4, -1, 4], [0, 1, 2]]
+    tokens, lengths, slots = torch.tensor(integers, dtype=torch.int32, device=kernel_device)
+    log = torch.full((3, 1), UNTOUCHED, dtype=torch.int32, pin_memory=kernel_device == "cuda")
+    sampling = torch.tensor(words, dtype=torch.int32, device=kernel_device)
+    select_token(logits.to(kernel_device), tokens, lengths, slots, log, sampling)
+    assert lengths.tolist() == [5, -1, 5]
+    assert log[:, 0].tolist() == [NO_TOKEN, UNTOUCHED, NO_TOKEN]
+
+
 def test_rows_move_on(kernel_device: str) -> None:
     """Of slots in any order; of those without a request nothing changes."""
     logits = normal(4, 512, dtype=torch.float16, device=kernel_device)
@@ -168,7 +259,7 @@ def test_rows_move_on(kernel_device: str) -> None:
         ({"log": torch.zeros(3).int()}, r"log as \[slots, depth\] of torch.int32, got \[3\]"),
         ({"log": torch.zeros(3, 0).int()}, r"log as \[slots, depth\] of torch.int32, got \[3, 0\]"),
         ({"log": torch.zeros(3, 2).long()}, r"log as .* of torch.int32, got \[3, 2\] of torch.int"),
-        ({"sampling": torch.zeros(3, 5).int()}, r"sampling as \[3, 6\] of torch.int32 .* \[3, 5\]"),
+        ({"sampling": torch.zeros(3, 5).int()}, r"sampling as \[3, 10\] of torch.int32 .* \[3, 5\]"),
         ({"newest": torch.zeros(2).int()}, r"newest as \[3\] of torch.int32 on cpu, got \[2\]"),
         ({}, "current GPU"),
     ],

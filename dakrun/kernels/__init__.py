@@ -10,7 +10,13 @@ from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, 
 from dakrun.kernels.embed import embed
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.normalize_heads import HeadNorms, normalize_heads
-from dakrun.kernels.select_token import SAMPLING_WORDS, sampling_words, select_token
+from dakrun.kernels.select_token import (
+    SAMPLING_WORDS,
+    TokenMask,
+    mask_words,
+    sampling_words,
+    select_token,
+)
 from dakrun.kernels.store_kv import store_kv
 from dakrun.kernels.unpack import unpack
 from dakrun.kernels.variants import (
@@ -25,11 +31,13 @@ __all__ = [
     "SAMPLING_WORDS",
     "HeadNorms",
     "Reader",
+    "TokenMask",
     "Variant",
     "Window",
     "all_variants",
     "attention_variant",
     "embed",
+    "mask_words",
     "normalize",
     "normalize_heads",
     "prompt_variant",

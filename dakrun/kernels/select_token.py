@@ -2,12 +2,14 @@
 
 import ctypes
 import struct
+from typing import NamedTuple
 
 import torch
 
 from dakrun.config import SamplingParams
 from dakrun.geometry import ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
+from dakrun.units import ceil_div
 
 SOURCE = "select_token.cu"
 
@@ -19,18 +21,41 @@ class _Args(ctypes.Structure):
     )
 
 
-SAMPLING_WORDS = 6  # int32 words of a slot's sampling parameters
+SAMPLING_WORDS = 10  # int32 words of a slot's sampling parameters
 
 
-def sampling_words(params: SamplingParams, seed: int) -> tuple[int, ...]:
+class TokenMask(NamedTuple):
+    """Where the kernel finds which tokens a slot's grammar allows; both addresses are page-locked.
+
+    bits: address of int32 [mask_words(V)]: bit t % 32 of word t // 32 is set if token t is allowed.
+    ready: address of an int32, the slot's counter. The bits are those of position p (0 is the first
+    token of the prompt) from when the counter is at least `base` + p; until then the kernel waits.
+    Write the bits first. As `base` may differ between requests, the counter need not go back, so
+    that steps of an ended request which are still in flight never wait; -1 ends every wait.
+    """
+
+    bits: int
+    ready: int
+    base: int = 0
+
+
+def mask_words(vocabulary: int) -> int:
+    """int32 words of a mask of tokens."""
+    return ceil_div(vocabulary, 32)
+
+
+def sampling_words(
+    params: SamplingParams, seed: int, mask: TokenMask | None = None
+) -> tuple[int, ...]:
     """Sampling of native/sampling.cuh: how tokens of a request with a 64-bit `seed` are chosen.
 
-    They are int32, all 0 for a greedy one.
+    They are int32, all 0 for a greedy one without a `mask`.
     """
-    if params.temperature == 0:
-        return (0,) * SAMPLING_WORDS
-    top_k = min(params.top_k, 2**31 - 1)
-    packed = struct.pack("<fifiQ", params.temperature, top_k, params.top_p, 0, seed)
+    temperature, top_k, top_p = params.temperature, min(params.top_k, 2**31 - 1), params.top_p
+    if temperature == 0:
+        top_k, top_p, seed = 0, 0.0, 0
+    bits, ready, base = mask or (0, 0, 0)
+    packed = struct.pack("<fifiQQQ", temperature, top_k, top_p, base, seed, bits, ready)
     return struct.unpack(f"<{SAMPLING_WORDS}i", packed)
 
 
@@ -48,11 +73,12 @@ def select_token(
     """tokens [N] = argmax(logits [N, V]): the first of equal maxima; NaN is the largest.
 
     A slot s whose sampling[s] has a temperature gets a token drawn for position length + 1 instead,
-    as by engine.sampler.sample; `sampling` is int32 [slots, SAMPLING_WORDS] (sampling_words).
+    as by engine.sampler.sample; `sampling` is int32 [slots, SAMPLING_WORDS] (sampling_words). One
+    with a TokenMask gets one of the tokens that are allowed, once the mask is there.
     Logits have a 16-bit dtype; `tokens`, `lengths` and `slots` are int32 [N] on the GPU, `log` is
     int32 [slots, depth] on the GPU or in page-locked memory. A row's token is also written to
-    log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite; its length grows
-    by 1. `newest`, int32 [slots] on the GPU, also gets the slots' tokens. Rows with a negative
+    log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite, or NONE_ALLOWED;
+    its length grows by 1. `newest`, int32 [slots] on the GPU, also gets the slots' tokens. Rows with a negative
     length, without a request, are left as they are. `slots` must be valid and distinct; they are
     not checked, as they are on the device. With `pdl` the launch may start before its predecessor
     ends.
@@ -96,5 +122,6 @@ def select_token(
         depth=log.shape[1],
     )
     kernel = jit.kernel(SOURCE, "select_token", operands.defines(logits.dtype))
-    kernel.launch(n, ROW_THREADS, args, pdl=pdl)
+    mask_bytes = 4 * mask_words(vocabulary) if sampling is not None else 0
+    kernel.launch(n, ROW_THREADS, args, shared_bytes=mask_bytes, pdl=pdl)
     return tokens

@@ -10,6 +10,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __align__(n) alignas(n)
 #define __grid_constant__
 #define __launch_bounds__(...)

@@ -247,6 +247,10 @@ inline int load_acquire(const int* from) {
   return *from;
 }
 
+inline int load_acquire_sys(const int* from) {
+  return *static_cast<const volatile int*>(from);  // a thread of the test may write it
+}
+
 inline uint32_t cluster_size() {
   return static_cast<uint32_t>(cta->cluster->ctas.size());
 }
