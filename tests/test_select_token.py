@@ -259,7 +259,7 @@ def test_rows_move_on(kernel_device: str) -> None:
         ({"log": torch.zeros(3).int()}, r"log as \[slots, depth\] of torch.int32, got \[3\]"),
         ({"log": torch.zeros(3, 0).int()}, r"log as \[slots, depth\] of torch.int32, got \[3, 0\]"),
         ({"log": torch.zeros(3, 2).long()}, r"log as .* of torch.int32, got \[3, 2\] of torch.int"),
-        ({"sampling": torch.zeros(3, 5).int()}, r"sampling as \[3, 10\] of torch.int32 .* \[3, 5\]"),
+        ({"sampling": torch.zeros(3, 5).int()}, r"sampling as \[3, 10\] of .* \[3, 5\]"),
         ({"newest": torch.zeros(2).int()}, r"newest as \[3\] of torch.int32 on cpu, got \[2\]"),
         ({}, "current GPU"),
     ],

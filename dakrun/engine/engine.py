@@ -18,12 +18,12 @@ from dakrun.engine.admission import Admission
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
-from dakrun.engine.results import completion, not_finite, too_long
+from dakrun.engine.results import completion, no_token, too_long
 from dakrun.engine.runner import Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.step import Accepted, Row, Sampling, Step
 from dakrun.errors import UsageError
-from dakrun.geometry import KV_BLOCK, NO_TOKEN
+from dakrun.geometry import KV_BLOCK
 from dakrun.plan import Plan, requests_per_admission
 from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer
 
@@ -336,7 +336,7 @@ class Engine:
     def _finish_reason(self, r: RequestState) -> Reason | None:
         """Why `r` ends with the newest of its tokens, or None."""
         params, token = r.request.params, r.tokens[-1]
-        if token == NO_TOKEN:
+        if token < 0:
             return "error"
         if token in self._eos and not params.ignore_eos:
             return "stop"
@@ -354,7 +354,7 @@ class Engine:
         self.preemption.free_copies(r)
         self.stats.running_tokens -= len(r.tokens)
         if reason == "error":
-            return not_finite(r, self.plan.model.dtype)
+            return no_token(r, self.plan.model.dtype)
         self.admission.count_end(r)
         result, stats = completion(r, reason, self._tokenizer), self.stats
         stats.requests += 1

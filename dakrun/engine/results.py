@@ -5,6 +5,7 @@ from typing import Literal
 
 from dakrun.config import Dtype
 from dakrun.engine.progress import RequestState
+from dakrun.geometry import NONE_ALLOWED
 from dakrun.requests import (
     CALL_TOKENS,
     Answer,
@@ -80,19 +81,21 @@ def _answer(
     )
 
 
-def not_finite(r: RequestState, dtype: Dtype) -> RowError:
-    """The error of a request whose newest token could not be chosen."""
+def no_token(r: RequestState, dtype: Dtype) -> RowError:
+    """The error of a request whose newest token, NO_TOKEN or NONE_ALLOWED, could not be chosen."""
     position = len(r.request.prompt_ids) + len(r.tokens) - 1
-    cause = "the weights may be damaged"
-    if dtype == "float16":
-        cause += ", or need --dtype bfloat16"
+    place = f"the token at position {position} (the first has position 0)"
+    if r.tokens[-1] == NONE_ALLOWED:
+        code, message = "no_token_allowed", f"the row's options forbid every token for {place}"
+    else:
+        cause = "the weights may be damaged"
+        if dtype == "float16":
+            cause += ", or need --dtype bfloat16"
+        code = "non_finite_logits"
+        message = f"the logits of {place} are NaN or infinite; {cause}"
+    request = r.request
     return RowError(
-        id=r.request.id,
-        line=r.request.line,
-        code="non_finite_logits",
-        message=f"the logits of the token at position {position} (the first has position 0) "
-        f"are NaN or infinite; {cause}",
-        reply=r.request.reply,
+        id=request.id, line=request.line, code=code, message=message, reply=request.reply
     )
 
 

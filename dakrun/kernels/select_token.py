@@ -78,10 +78,10 @@ def select_token(
     Logits have a 16-bit dtype; `tokens`, `lengths` and `slots` are int32 [N] on the GPU, `log` is
     int32 [slots, depth] on the GPU or in page-locked memory. A row's token is also written to
     log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite, or NONE_ALLOWED;
-    its length grows by 1. `newest`, int32 [slots] on the GPU, also gets the slots' tokens. Rows with a negative
-    length, without a request, are left as they are. `slots` must be valid and distinct; they are
-    not checked, as they are on the device. With `pdl` the launch may start before its predecessor
-    ends.
+    its length grows by 1. `newest`, int32 [slots] on the GPU, also gets the slots' tokens.
+    Rows with a negative length, without a request, are left as they are. `slots` must be valid and
+    distinct; they are not checked, as they are on the device. With `pdl` the launch may start
+    before its predecessor ends.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     if logits.dtype not in operands.DTYPES or logits.dim() != 2 or not logits.numel():
