@@ -239,7 +239,7 @@ class Workload:
         return min(self.prompt_len + self.new_tokens / 2, self.max_model_len)
 
 
-MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs
+MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs and prompt_logprobs
 MAX_SEED_BITS = 96
 SEED_BITS = 64  # of the seed of a request with several choices: their numbers are added above them
 
@@ -277,7 +277,8 @@ class SamplingParams:
     spelled out. The result depends on `seed`, of up to 96 bits (None is 0), and on the request, not
     on the other requests in the batch. A prompt of the Python API gets `n` completions, with a
     seed each. With `logprobs`, a number up to MAX_LOGPROBS, the result has for each new token its
-    log-probability, and those of this many likeliest tokens in its place.
+    log-probability, and those of this many likeliest tokens in its place. With `prompt_logprobs`
+    it has them for each token of the prompt but the first; `max_tokens` may then be 0.
 
     Other sampling options of vLLM are taken where their value changes nothing. Raises UsageError,
     which names the option, for any other, and for wrong values.
@@ -292,6 +293,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     n: int
 
     def __init__(
@@ -306,13 +308,14 @@ class SamplingParams:
         stop_token_ids: Sequence[int] | None = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         n: int = 1,
         **other: Any,
     ) -> None:
         refuse_unsupported(other, _NEUTRAL, [field.name for field in fields(self)])
-        count = check_count("logprobs", logprobs, 0, or_one_of=(None,))
-        if count is not None and count > MAX_LOGPROBS:
-            raise invalid_value("logprobs", count, f"at most {MAX_LOGPROBS}")
+        logprobs = _count_of_likeliest("logprobs", logprobs)
+        prompt_logprobs = _count_of_likeliest("prompt_logprobs", prompt_logprobs)
+        least = 1 if prompt_logprobs is None else 0
         top_k = check_count("top_k", top_k, -1)
         seed = check_count("seed", 0 if seed is None else seed, 0)
         n = check_count("n", n)
@@ -328,7 +331,7 @@ class SamplingParams:
         if not isinstance(ignore_eos, bool):
             raise invalid_value("ignore_eos", ignore_eos, "a bool")
         values = {
-            "max_tokens": check_count("max_tokens", max_tokens, or_one_of=(None,)),
+            "max_tokens": check_count("max_tokens", max_tokens, least, or_one_of=(None,)),
             "temperature": check_number("temperature", temperature, 0.0, 100.0),
             "top_k": max(0, top_k),
             "top_p": top_p,
@@ -336,7 +339,8 @@ class SamplingParams:
             "stop": _stop_strings(stop),
             "stop_token_ids": _stop_tokens(stop_token_ids),
             "ignore_eos": ignore_eos,
-            "logprobs": count,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
             "n": n,
         }
         for name, value in values.items():
@@ -345,6 +349,13 @@ class SamplingParams:
     def limit(self, room: int) -> int:
         """The most tokens of a completion that has room for `room` of them."""
         return room if self.max_tokens is None else min(self.max_tokens, room)
+
+
+def _count_of_likeliest(name: str, given: object) -> int | None:
+    count: int | None = check_count(name, given, 0, or_one_of=(None,))
+    if count is not None and count > MAX_LOGPROBS:
+        raise invalid_value(name, count, f"at most {MAX_LOGPROBS}")
+    return count
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

@@ -175,12 +175,12 @@ def test_prompts_and_steps(
     for slot, prompt in enumerate(prompts):
         assert cache.reserve(slot, len(prompt) + 3)
     cache.flush()
-    assert len(prefill.logits([Row(0, 0, length=66, tokens=prompts[0][:66], wanted=0)])) == 0
+    assert len(prefill.logits([Row(0, 0, length=66, tokens=prompts[0][:66], wanted=0)])[0]) == 0
     parts = [
         Row(0, 66, length=4, tokens=prompts[0][66:]),
         Row(1, 0, length=5, tokens=prompts[1][:5], wanted=0),
     ]
-    (found,) = prefill.logits(parts)
+    (found,), _ = prefill.logits(parts)
     assert close(found, logits(reference, prompts[0]))
 
     bucket = cache.counts
@@ -189,7 +189,7 @@ def test_prompts_and_steps(
     rows.lengths.copy_(torch.tensor([70, decode_step.IDLE]))
     rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
     prompts[0].append(int(found.argmax()))
-    found = prefill.logits([Row(1, 5, length=4, tokens=prompts[1][5:])], rows, bucket)
+    found, _ = prefill.logits([Row(1, 5, length=4, tokens=prompts[1][5:])], rows, bucket)
     assert close(found[0], logits(reference, prompts[0]))
     assert close(found[2], logits(reference, prompts[1]))
     rows.select(2, found[:2])
@@ -257,7 +257,7 @@ def test_prompts_go_on_alike_in_any_tier(
         parts = [
             Row(slot, start, length=end - start, tokens=prompt[start:end]) for slot in range(2)
         ]
-        local, remote = prefill.logits(parts)
+        (local, remote), _ = prefill.logits(parts)
         assert close(local, logits(reference, prompt[:end])), end
         assert torch.equal(local, remote), end
 

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -139,3 +140,153 @@ def test_rows_of_every_format(tmp_path: Path) -> None:
         "".join(t["text"] for t in native["logprobs"]).replace("</s>", "").strip()
         == native["text"].strip()
     )
+
+
+@torch.no_grad()
+def assert_scores(
+    model: torch.nn.Module, prompt: list[int], found: Completion, top: int, by: float
+) -> None:
+    """The log-probabilities of a prompt are those of the model's logits before each token."""
+    assert found.prompt_logprobs is not None and found.prompt_logprobs[0] is None
+    assert len(found.prompt_logprobs) == len(prompt)
+    wanted = model(torch.tensor([prompt], device=model.device)).logits[0].float().log_softmax(-1)
+    for row, token, one in zip(wanted.cpu(), prompt[1:], found.prompt_logprobs[1:], strict=False):
+        assert one is not None and one.chosen.token_id == token
+        assert abs(one.chosen.logprob - row[token]) < by
+        assert len(one.top) == top
+        for likely, value in zip(one.top, row.topk(top).values, strict=True):
+            assert abs(likely.logprob - value) < by
+
+
+def random_prompts(count: int, most: int, vocabulary: int = 120) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, most + 1, (count,), generator=draw).tolist()
+    return [torch.randint(4, vocabulary, (n,), generator=draw).tolist() for n in lengths]
+
+
+def scoring(n: int) -> list[SamplingParams]:
+    """Rows of all kinds: scored alone, scored and continued, and neither."""
+    kinds = [
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+        SamplingParams(max_tokens=3, prompt_logprobs=3, logprobs=1),
+        SamplingParams(max_tokens=0, prompt_logprobs=2, ignore_eos=True),
+        SamplingParams(max_tokens=4),
+    ]
+    return [kinds[i % 4] for i in range(n)]
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa4-rope3"])
+def test_prompts_are_scored_as_by_transformers(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, in groups of logits, beside rows that are not; twice, so that blocks are cached."""
+    monkeypatch.setattr("dakrun.engine.logprobs._SCORED_LOGITS", 2048)
+    path = tiny_models.save(name, tmp_path)
+    prompts, params = random_prompts(count, 59 - 4), scoring(count)
+    with load(path, "cpu") as llm:
+        llm.engine.runner.chunk_tokens = 24
+        found = llm.generate(prompts, params)
+        again = llm.generate(prompts, params)
+        plain = llm.generate(prompts[:4], SamplingParams(max_tokens=4))
+    for prompt, own, one, other in zip(prompts, params, found, again, strict=True):
+        if own.prompt_logprobs is None:
+            assert one.prompt_logprobs is None
+            continue
+        assert_scores(tiny_models.reference(name), prompt, one, own.prompt_logprobs, 1e-3)
+        assert len(one.token_ids) == own.max_tokens and one.finish_reason == "length"
+        assert one.prompt_logprobs == other.prompt_logprobs
+    assert plain[3].token_ids == found[3].token_ids
+    assert plain[1].token_ids[:3] == found[1].token_ids
+
+
+@pytest.mark.gpu
+def test_prompts_are_scored_on_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dakrun.engine.logprobs._SCORED_LOGITS", 2048)
+    config = LlamaConfig(
+        vocab_size=211, hidden_size=256, intermediate_size=384, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=3, initializer_range=0.06, eos_token_id=None,
+    )  # fmt: skip
+    path = tiny_models.save_half(config, tmp_path)
+    prompts, params = random_prompts(40, 55), scoring(40)
+    with load(path, "cuda") as llm:
+        assert isinstance(llm.engine.runner, GraphRunner)
+        found = llm.generate(prompts, params)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
+    for prompt, own, one in zip(prompts, params, found, strict=True):
+        if own.prompt_logprobs is not None:
+            assert_scores(model, prompt, one, own.prompt_logprobs, 0.05)
+            assert len(one.token_ids) == own.max_tokens
+
+
+def run_rows(rows: list[object], folder: Path) -> list[dict[str, Any]]:
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    options = ["-i", str(source), "-o", str(out), "--device", "cpu", "--overwrite", "--ordered"]
+    result = CliRunner().invoke(main, ["generate", "--model", str(MODEL), *options])
+    assert result.exit_code in (0, 1), result.stderr
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_requests_of_lm_eval(tmp_path: Path) -> None:
+    """Its local-completions sends prompts as ids with `echo`, and reads as parse_logprobs does."""
+    with LLM(MODEL, device="cpu", batch_size=2) as llm:
+        assert llm.rules.tokenizer is not None
+        contexts = [llm.rules.tokenizer.encode(task.prompt(a, b)) for a, b in ((47, 85), (3, 4))]
+        answers = [
+            one.token_ids[:2]
+            for one in llm.generate([list(ids) for ids in contexts], SamplingParams(max_tokens=2))
+        ]
+    wrong = (*answers[0][:1], (answers[0][1] + 1) % 60)
+    prompts = [[*contexts[0], *answers[0]], [*contexts[1], *answers[1]], [*contexts[0], *wrong]]
+    body = {"prompt": prompts, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+    batch = {"method": "POST", "url": "/v1/completions"}
+    one, none = run_rows(
+        [{"custom_id": str(n), **batch, "body": {**body, "max_tokens": n}} for n in (1, 0)],
+        tmp_path,
+    )
+    for row, new in ((one, 1), (none, 0)):
+        greedy = []
+        for prompt, choice in zip(prompts, row["response"]["body"]["choices"], strict=True):
+            logprobs = choice["logprobs"]
+            start, end = len(prompt) - 2, len(prompt)
+            assert {len(values) for values in logprobs.values()} == {len(prompt) + new}
+            assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+            assert sum(logprobs["token_logprobs"][start:end]) <= 0
+            tops = logprobs["top_logprobs"][start:end]
+            pairs = zip(logprobs["tokens"][start:end], tops, strict=True)
+            greedy.append(all(token == max(top, key=top.get) for token, top in pairs))
+            places = logprobs["text_offset"]
+            assert (
+                "".join(
+                    choice["text"][a:b] for a, b in zip(places, [*places[1:], None], strict=True)
+                )
+                == choice["text"]
+            )
+        assert greedy == [True, True, False]
+        assert row["response"]["body"]["usage"]["completion_tokens"] == 3 * new
+
+
+def test_choices_of_native_rows(tmp_path: Path) -> None:
+    """`n` choices differ in their seeds; the first is that of a row without `n`."""
+    row = {"prompt": task.prompt(47, 85), "temperature": 3.0, "max_tokens": 5, "logprobs": 0}
+    several, single, scored, bad = run_rows(
+        [{"id": "a", **row, "n": 3}, {"id": "b", **row, "n": 1},
+         {"id": "c", **row, "n": 2, "max_tokens": 0, "prompt_logprobs": 1},
+         {"id": "d", **row, "n": 9}],
+        tmp_path,
+    )  # fmt: skip
+    assert [one["index"] for one in several["choices"]] == [0, 1, 2] and "text" not in several
+    assert len({tuple(one["token_ids"]) for one in several["choices"]}) > 1
+    new = sum(len(one["token_ids"]) for one in several["choices"])
+    assert several["usage"]["completion_tokens"] == new
+    assert all(len(one["logprobs"]) == len(one["token_ids"]) for one in several["choices"])
+    assert "choices" not in single and single["text"]
+    assert [one["text"] for one in scored["choices"]] == ["", ""]
+    assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
+    assert bad["error"]["message"] == "n is 9, not an integer from 1 to 8"
+
+
+def test_rows_without_new_tokens_need_scores(tmp_path: Path) -> None:
+    (bad,) = run_rows([{"prompt": "one", "max_tokens": 0}], tmp_path)
+    assert bad["error"]["code"] == "invalid_field" and "max_tokens is 0" in bad["error"]["message"]

@@ -133,14 +133,14 @@ def our_logits(llm: LLM, sequences: list[list[int]], together: int = 1) -> torch
     prompts = [
         Row(slot, 0, length=n, tokens=tokens[:n]) for slot, (tokens, n) in enumerate(lengths)
     ]
-    steps = [runner.logits(Step([], prompts))[:, None]]
+    steps = [runner.logits(Step([], prompts))[0][:, None]]
     for number in range(0, NEW_TOKENS - 1, together):
         decode = []
         for row, tokens in zip(prompts, sequences, strict=True):
             first = row.length + number
             given = tokens[first : first + together]
             decode.append(Row(row.slot, first, length=together, tokens=given, wanted=together))
-        steps.append(runner.logits(Step(decode)).unflatten(0, (-1, together)))
+        steps.append(runner.logits(Step(decode))[0].unflatten(0, (-1, together)))
     runner.cache.release_all()
     return torch.cat(steps, dim=1)
 

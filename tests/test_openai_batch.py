@@ -161,7 +161,7 @@ BAD = [
     (row({"messages": HI, "top_logprobs": 2}, CHAT), "invalid_field", "needs logprobs to be true"),
     (row({"messages": HI, "logprobs": True, "top_logprobs": 21}, CHAT), "invalid_field",
      "top_logprobs is 21, not an integer from 0 to 20"),
-    (row({"prompt": "a", "echo": True, "suffix": "b"}), "unsupported_field", "'echo', 'suffix'"),
+    (row({"prompt": "a", "best_of": 2, "suffix": "b"}), "unsupported_field", "'best_of', 'suffix'"),
     (row({"prompt": "a", "logit_bias": {"5": 1}}), "unsupported_field", "'logit_bias'"),
     (row({"prompt": "a", "store": True}), "unsupported_field", "'store'"),
     (row({"prompt": "a", "service_tier": "flex"}), "unsupported_field", "'service_tier'"),

@@ -20,7 +20,10 @@ import pyarrow.parquet as pq
 
 PROMPTS = [task.prompt(a, b) for a, b in ((3, 4), (5, 6), (17, 25), (8, 9))]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-COLUMNS = ["id", "text", "token_ids", "finish_reason", "usage", "error", "logprobs", "tool_calls"]
+COLUMNS = [
+    *("id", "text", "token_ids", "finish_reason", "usage", "error"),
+    *("logprobs", "tool_calls", "choices", "prompt_logprobs"),
+]
 
 
 def generate(source: Path, output: Path, *more: str) -> Result:

@@ -57,7 +57,8 @@ class Admission:
         If there is no room, `blocked` is set until one of them ends.
         """
         cache = self._cache
-        names = block_names(r.prompt)
+        # Blocks of other requests would leave their positions without scores.
+        names = () if r.is_scored else block_names(r.prompt)
         tried: set[int] = set()  # tiers
         for slot in self._free:
             if cache.tier(slot) in tried:

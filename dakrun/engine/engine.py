@@ -331,6 +331,8 @@ class Engine:
         for r, likeliest in zip(requests, accepted.logprobs, strict=False):
             if not r.ended:
                 r.logprobs += likeliest[: len(r.tokens) - len(r.logprobs)]
+        for r, scores in zip(requests, accepted.scores, strict=False):
+            r.scores += scores
         return ending
 
     def _finish_reason(self, r: RequestState) -> Reason | None:
@@ -338,6 +340,8 @@ class Engine:
         params, token = r.request.params, r.tokens[-1]
         if token < 0:
             return "error"
+        if not r.limit:
+            return "length"
         if token in self._eos and not params.ignore_eos:
             return "stop"
         if token in params.stop_token_ids:
@@ -355,6 +359,7 @@ class Engine:
         self.stats.running_tokens -= len(r.tokens)
         if reason == "error":
             return no_token(r, self.plan.model.dtype)
+        del r.tokens[r.limit :], r.logprobs[r.limit :]
         self.admission.count_end(r)
         result, stats = completion(r, reason, self._tokenizer), self.stats
         stats.requests += 1

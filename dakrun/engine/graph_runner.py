@@ -22,6 +22,7 @@ from dakrun.engine.decode_step import (
     fitting,
 )
 from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.logprobs import Scores
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
@@ -54,12 +55,16 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A launched step. `chosen` has log-probabilities; None if no row asks for any."""
+    """A launched step. `chosen` has log-probabilities; None if no row asks for any.
+
+    `scores` are those of prompts' tokens; None if no row has any.
+    """
 
     step: Step
     start: torch.cuda.Event
     end: torch.cuda.Event
     chosen: Chosen | None
+    scores: Scores | None
 
 
 class GraphRunner:
@@ -105,12 +110,15 @@ class GraphRunner:
         bucket = self._assign(rows) if rows else ()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         ended = [row for row in prompts if row.wanted]
+        chosen = scores = None
         if prompts:
             self._set_sampling(ended)
             start.record()
             if not rows:
                 self._mapped = []  # slots may get other requests before they have rows again
-            logits, tokens = self._pass(bucket, prompts, ended)
+            logits, tokens, hidden = self._pass(bucket, prompts, ended)
+            if any(row.scored for row in prompts):
+                scores = self._prefill.scores(step, hidden)
         else:
             if not self._filled:
                 self._fill()
@@ -121,13 +129,12 @@ class GraphRunner:
             logits, tokens = self._backend.logits, self._decode.tokens
             self.replays.count[sum(bucket)] += 1
             self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
-        chosen = None
         if any(row.sampling.params.logprobs is not None for row in step.choosing):
             places = [self._mapped.index(row.slot) for row in rows]
             at = self._on_gpu([*places, *range(sum(bucket), sum(bucket) + len(ended))])
             chosen = Chosen(logits[at], step, tokens[at])
         end.record()
-        self._steps.append(_Launched(step, start, end, chosen))
+        self._steps.append(_Launched(step, start, end, chosen, scores))
 
     @torch.inference_mode()
     def resume(self, row: Row) -> None:
@@ -150,7 +157,8 @@ class GraphRunner:
             self._gaps_s.append(self._last.end.elapsed_time(launched.start) / 1e3)
         self._last = launched
         logprobs = launched.chosen.collect().logprobs if launched.chosen else ()
-        return Accepted(self._decode.logged(launched.step), logprobs)
+        scores = launched.scores.collect() if launched.scores else ()
+        return Accepted(self._decode.logged(launched.step), logprobs, scores)
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
@@ -159,14 +167,15 @@ class GraphRunner:
 
     def _pass(
         self, bucket: Bucket, parts: Sequence[Row], ended: Sequence[Row]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute a step of the rows of `bucket` and `parts` of prompts, of which `ended` end.
 
-        Returns logits and next tokens: those of the bucket's rows, then those of `ended`.
+        Returns logits and next tokens: those of the bucket's rows, then those of `ended`; and the
+        last layer's output after the tokens of `parts`.
         """
         self._filled = False
         n, decode = sum(bucket), self._decode
-        logits = self._prefill.logits(parts, decode, bucket)
+        logits, hidden = self._prefill.logits(parts, decode, bucket)
         if n:
             decode.select(n, logits[:n])
         tokens = decode.tokens[:n]
@@ -175,7 +184,7 @@ class GraphRunner:
             positions = self._on_gpu([row.last for row in ended])
             first = decode.first_tokens(logits[n:], slots, positions)
             tokens = torch.cat((tokens, first))
-        return logits, tokens
+        return logits, tokens, hidden
 
     def _set_sampling(self, rows: Sequence[Row]) -> None:
         """Say how the tokens of the rows' slots are chosen, where this has changed."""

@@ -1,13 +1,20 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones.
+"""Log-probabilities of chosen tokens, of a prompt's tokens, and of the likeliest ones.
 
 They are the model's own: temperature, top-k and top-p change which token is chosen, not these.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+
+from dakrun.engine.step import Likeliest, Row, Step
+from dakrun.memory.device import download, upload
 
 LOWEST = -9999.0  # for a token of probability 0, as OpenAI has it: JSON knows no infinity
 # Rows are handled in groups of this many logits: about 50 MiB of scratch, whatever the batch.
 _GROUP_LOGITS = 2**22
+# Logits of a prompt's tokens are computed this many at a time: 64 MiB of scratch in 16 bits.
+_SCORED_LOGITS = 2**25
 
 
 def log_probabilities(
@@ -25,3 +32,56 @@ def log_probabilities(
     likeliest = logits.topk(min(top, vocab), dim=-1).indices
     ids = torch.cat((tokens[:, None], likeliest), dim=1)
     return ids, (logits.gather(1, ids).float() - sums).clamp(min=LOWEST)
+
+
+class Scores:
+    """Log-probabilities of `scored` tokens of a step's prompts, on their way from the device."""
+
+    def __init__(
+        self,
+        step: Step,
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        vocabulary: int,
+    ) -> None:
+        """Start to compute them, without waiting.
+
+        hidden: the last layer's output [n, H] after the prompts' tokens, part after part.
+        `logits_of` makes logits [m, vocabulary] of m of its rows.
+        """
+        self._rows = step.rows
+        scored = [row for row in step.prompts if row.scored]
+        places = _places(step.prompts)
+        targets = torch.tensor([token for row in scored for token in row.scored])
+        top = max(row.sampling.params.prompt_logprobs or 0 for row in scored)
+        group = max(1, _SCORED_LOGITS // vocabulary)
+        found = [
+            log_probabilities(logits_of(hidden[at]), own, top)
+            for at, own in zip(
+                upload(places, hidden.device).split(group),
+                upload(targets, hidden.device).split(group),
+                strict=True,
+            )
+        ]
+        self._parts = [download(torch.cat(parts)) for parts in zip(*found, strict=True)]
+        self._ready = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
+
+    def collect(self) -> list[Sequence[Likeliest]]:
+        """For each row of the step those of its `scored` tokens; waits."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        ids, values = (part.tolist() for part in self._parts)
+        of = iter([list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)])
+        return [
+            [next(of)[: 1 + (row.sampling.params.prompt_logprobs or 0)] for _ in row.scored]
+            for row in self._rows
+        ]
+
+
+def _places(parts: Sequence[Row]) -> torch.Tensor:
+    """The numbers of tokens, among those of `parts`, behind which a `scored` token follows."""
+    places, first = list[int](), 0
+    for row in parts:
+        places += range(first, first + len(row.scored))
+        first += row.length
+    return torch.tensor(places)

@@ -17,7 +17,8 @@ from dakrun.engine.cached_attention import BlockPlaces, CachedAttention
 from dakrun.engine.decode_step import Bucket, DecodeStep
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
-from dakrun.engine.step import Row
+from dakrun.engine.logprobs import Scores
+from dakrun.engine.step import Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import store_kv
 from dakrun.kernels.attention import KVShape
@@ -44,16 +45,18 @@ class Prefill:
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self._backend, self._cache, self._shape = backend, cache, shape
+        self._scoring: KernelBackend | None = None  # for the head alone, which nothing stages
         self._heads = backend.like.new_empty(backend.rows, backend.model.config.q_size)
         self._writer = KVWriter(cache, shape, room)
 
     def logits(
         self, parts: Sequence[Row], step: DecodeStep | None = None, bucket: Bucket = ()
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [S, V] after the wanted tokens of `parts` of prompts.
 
         The rows of `bucket` of a decode `step` go through the layers with them; their logits come
-        first.
+        first. Also returns the last layer's output [T, H] after all tokens of `parts`, for
+        `scores`.
         """
         backend, device, n = self._backend, self._backend.like.device, sum(bucket)
         spans = [torch.arange(row.start, row.start + row.length) for row in parts]
@@ -73,9 +76,22 @@ class Prefill:
             attend = _both(n, step.attention(bucket, heads[:n]), attend, heads)
             ids = torch.cat((step.tokens[:n], ids))
             positions = torch.cat((step.lengths[:n], positions))
-        logits = backend.model.forward(backend, attend, ids, positions, rows=upload(chosen, device))
+        backend.begin(len(ids))
+        hidden = backend.model.hidden(backend, attend, ids, positions)
+        logits = backend.model.logits(backend, hidden[upload(chosen, device)])
         self._writer.end()
-        return logits
+        return logits, hidden[n:]
+
+    def scores(self, step: Step, hidden: torch.Tensor) -> Scores:
+        """Start to compute the log-probabilities of a step's `scored` tokens, from `logits`."""
+        model = self._backend.model
+        run = self._scoring = self._scoring or self._backend.unstaged()
+
+        def logits_of(x: torch.Tensor) -> torch.Tensor:
+            run.begin(len(x))
+            return model.logits(run, x)
+
+        return Scores(step, hidden, logits_of, model.head.width)
 
 
 def _both(n: int, rows: Attend, prompts: Attend, heads: torch.Tensor) -> Attend:

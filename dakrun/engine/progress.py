@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dakrun.engine.step import Sampling
+from dakrun.engine.step import Likeliest, Sampling
 from dakrun.engine.swap import Saved
 from dakrun.geometry import KV_BLOCK
 from dakrun.requests import Request, StopStrings
@@ -66,7 +66,9 @@ class RequestState:
     there. The first `shared` positions lie in blocks of other requests. `names` has the names of
     the prompt's full KV blocks. The first `spilled` blocks lie outside the slot's tier; such a
     request has no names. `saved` are copies of its KV blocks, from which it goes on after it has
-    given them up. `limit` is the most new tokens that it may have.
+    given them up. `limit` is the most new tokens that it may have; with 0 one is computed and
+    dropped. `scores` has the log-probabilities of the prompt's tokens behind the first, if it asks
+    for them.
     """
 
     request: Request
@@ -76,7 +78,8 @@ class RequestState:
     prompt: Sequence[int]
     slot: int = NO_SLOT
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # as in Accepted
+    logprobs: list[Likeliest] = field(default_factory=list)
+    scores: list[Likeliest] = field(default_factory=list)
     cached: int = 0
     names: Sequence[bytes] = ()
     shared: int = 0
@@ -89,13 +92,21 @@ class RequestState:
     end: int = field(init=False)  # positions in the KV cache at its end, at most
 
     def __post_init__(self) -> None:
-        self.end = len(self.request.prompt_ids) + self.limit - 1  # all but the last token
+        # All but the last token.
+        self.end = len(self.request.prompt_ids) + max(1, self.limit) - 1
 
     @property
     def may_end_early(self) -> bool:
         """Whether a token may end the request before its limit."""
         params = self.request.params
+        if not self.limit:
+            return False
         return not params.ignore_eos or self.stop is not None or bool(params.stop_token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted, and its prompt is not through."""
+        return self.request.params.prompt_logprobs is not None and not self.tokens
 
     @property
     def blocks_at_end(self) -> int:

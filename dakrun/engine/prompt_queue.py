@@ -70,7 +70,10 @@ class PromptQueue:
             names = r.names[r.cached // KV_BLOCK : ceil_div(end, KV_BLOCK)]
             computed.update((tier, name) for name in names)
             ends = end == len(prompt)
-            row = Row(r.slot, r.cached, r.sampling, len(tokens), tokens, wanted=int(ends))
+            row = Row(
+                r.slot, r.cached, r.sampling, len(tokens), tokens, wanted=int(ends),
+                scored=prompt[r.cached + 1 : end + 1] if r.is_scored else (),
+            )  # fmt: skip
             parts.append((r, row))
         return parts
 

@@ -7,12 +7,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.logprobs import Scores
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
@@ -216,11 +218,13 @@ class ReferenceRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Compute a step."""
-        logits = self.logits(step)
+        logits, scores = self.logits(step)
         timed = self._timed if not step.prompts else None
         self._steps += not step.prompts
         with timed.timer("sampling") if timed else nullcontext():
             accepted = Chosen(logits, step).collect()
+        if scores is not None:
+            accepted = accepted._replace(scores=scores.collect())
         self._accepted.append(accepted)
         for row, tokens in zip(step.rows, accepted.tokens, strict=True):
             for token in tokens:
@@ -239,8 +243,8 @@ class ReferenceRunner:
         self._accepted.clear()
 
     @torch.inference_mode()
-    def logits(self, step: Step) -> torch.Tensor:
-        """Logits [S, V] after the wanted tokens of a step's rows.
+    def logits(self, step: Step) -> tuple[torch.Tensor, Scores | None]:
+        """Logits [S, V] after the wanted tokens of a step's rows; scores, if tokens are `scored`.
 
         A row whose `tokens` are fewer than its `length` begins with the newest token of its slot.
         """
@@ -264,7 +268,14 @@ class ReferenceRunner:
         )
         if not step.prompts:
             if self._timed:
-                return self._model.forward(self._timed, self._timed.timed(attend), tokens, at)
-            return self._model.forward(self._backend, attend, tokens, at)
+                logits = self._model.forward(self._timed, self._timed.timed(attend), tokens, at)
+                return logits, None
+            return self._model.forward(self._backend, attend, tokens, at), None
         chosen = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        return self._model.forward(self._backend, attend, tokens, at, chosen)
+        model, run = self._model, self._backend
+        hidden = model.hidden(run, attend, tokens, at)
+        logits = model.logits(run, hidden[chosen])
+        if not any(row.scored for row in step.prompts):
+            return logits, None
+        of_prompts = hidden[sum(row.length for row in step.decode) :]
+        return logits, Scores(step, of_prompts, partial(model.logits, run), model.head.width)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from dakrun.config import Dtype
 from dakrun.engine.progress import RequestState
+from dakrun.engine.step import Likeliest
 from dakrun.geometry import NONE_ALLOWED
 from dakrun.requests import (
     CALL_TOKENS,
@@ -25,17 +26,23 @@ def completion(
     r: RequestState, reason: Literal["stop", "length"], tokenizer: Tokenizer | None
 ) -> Completion:
     """The result of `r`, which ended for that reason."""
-    further, reply = len(r.tokens) - 1, r.request.reply
-    text = offsets = answer = None
+    further, reply = max(0, len(r.tokens) - 1), r.request.reply
+    params, text, offsets, answer = r.request.params, None, None, None
     if tokenizer:
         tokens = r.tokens
-        if tokens[-1] in r.request.params.stop_token_ids:
+        if tokens and tokens[-1] in params.stop_token_ids:
             tokens = tokens[:-1]
         added = tokenizer.continuation(r.request.prompt_ids, is_chat=reply.is_chat)
         text = added.text(tokens, r.stop)
         answer = _answer(r, tokens, tokenizer, added)
-        if r.request.params.logprobs is not None:
+        if params.logprobs is not None:
             offsets = tuple(min(at, len(text)) for at in added.offsets(r.tokens))
+        if reply.echo:
+            begin, prompt = tokenizer.continuation(()), r.request.prompt_ids
+            echoed = begin.text(prompt)
+            text = echoed + text
+            if offsets is not None:
+                offsets = (*begin.offsets(prompt), *(len(echoed) + at for at in offsets))
     return Completion(
         id=r.request.id,
         text=text,
@@ -45,8 +52,11 @@ def completion(
         ttft_s=r.first_token - r.started,
         tpot_s=(r.last_token - r.first_token) / further if further else 0.0,
         reply=reply,
-        logprobs=_logprobs(r, tokenizer),
+        logprobs=_named(r.logprobs, tokenizer) if params.logprobs is not None else None,
         text_offset=offsets,
+        prompt_logprobs=None
+        if params.prompt_logprobs is None
+        else (None, *_named(r.scores, tokenizer)),
         answer=answer,
         prompt=r.request.prompt,
         prompt_token_ids=r.request.prompt_ids,
@@ -112,12 +122,8 @@ def too_long(request: Request, new: int, most: int) -> RowError:
     )
 
 
-def _logprobs(r: RequestState, tokenizer: Tokenizer | None) -> tuple[Logprobs, ...] | None:
-    if r.request.params.logprobs is None:
-        return None
+def _named(found: Sequence[Likeliest], tokenizer: Tokenizer | None) -> tuple[Logprobs, ...]:
+    """Log-probabilities with the texts of their tokens."""
     text = tokenizer.token_text if tokenizer else lambda _: None
-    found = (
-        [TokenLogprob(token, logprob, text(token)) for token, logprob in likeliest]
-        for likeliest in r.logprobs
-    )
-    return tuple(Logprobs(chosen, tuple(top)) for chosen, *top in found)
+    named = ([TokenLogprob(token, value, text(token)) for token, value in one] for one in found)
+    return tuple(Logprobs(chosen, tuple(top)) for chosen, *top in named)

@@ -22,6 +22,8 @@ class Row(NamedTuple):
     A part of a prompt has all its `tokens`. A decode row has none: its one token is the newest of
     the slot, which the CPU need not know. Logits are computed after the last `wanted` tokens, 0 or
     1 in the engine's steps; the token of the next position is chosen from them by `sampling`.
+    `scored`, of a part whose log-probabilities are wanted, are the prompt's tokens behind the
+    part's first token, behind its second and so on: as many as the part, one less at the end.
     """
 
     slot: int
@@ -30,6 +32,7 @@ class Row(NamedTuple):
     length: int = 1
     tokens: Sequence[int] = ()
     wanted: int = 1
+    scored: Sequence[int] = ()
 
     @property
     def last(self) -> int:
@@ -60,13 +63,18 @@ class Step(NamedTuple):
         return [*chosen[:first], *(next(ends) if row.wanted else () for row in self.prompts)]
 
 
+Likeliest = list[tuple[int, float]]
+"""A token, then the likeliest ones in its place, each with its log-probability."""
+
+
 class Accepted(NamedTuple):
     """The tokens accepted for each row of a step, in order; NO_TOKEN if logits are not finite.
 
-    A row gets the token after its own if its logits are wanted, else none. `logprobs` is empty if
-    no row asks for log-probabilities. Else it has, for each token of a row that asks, a list: the
-    token, then the likeliest ones, each with its log-probability.
+    A row gets the token after its own if its logits are wanted, else none. `logprobs`, empty if no
+    row asks for them, are the log-probabilities of these tokens, of rows that ask. `scores`, empty
+    if no row has `scored` tokens, are those of each row's `scored` tokens.
     """
 
     tokens: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[list[tuple[int, float]]]] = ()
+    logprobs: Sequence[Sequence[Likeliest]] = ()
+    scores: Sequence[Sequence[Likeliest]] = ()

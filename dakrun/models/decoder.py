@@ -143,11 +143,20 @@ class Decoder:
         With `rows`, integers [r], logits [r, V] after these tokens alone.
         """
         run.begin(len(tokens))
+        x = self.hidden(run, attend, tokens, positions)
+        return self.logits(run, x if rows is None else x[rows])
+
+    def hidden(
+        self, run: Backend, attend: Attend, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The first half of a pass that has begun: the last layer's output [n, H]."""
         x = run.embed(self.embedding, tokens, positions)
         for layer in self.layers:
             x = layer(x, run, attend)
-        if rows is not None:
-            x = x[rows]
+        return x
+
+    def logits(self, run: Backend, x: torch.Tensor) -> torch.Tensor:
+        """The second half, or a pass of its own: logits [r, V] of rows [r, H] of `hidden`."""
         if self.project_out:
             x = run.linear(self.project_out, x)
         logits = run.linear(self.head, x)

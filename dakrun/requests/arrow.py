@@ -17,9 +17,17 @@ _USAGE = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int6
 _ERROR = [("code", pa.string()), ("message", pa.string())]
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 _CALL = [("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)]
+_LOGPROBS = pa.list_(pa.struct([*_LOGPROB, ("top", pa.list_(pa.struct(_LOGPROB)))]))
+_TEXT = [
+    ("text", pa.string()),
+    ("token_ids", pa.list_(pa.int32())),
+    ("finish_reason", pa.string()),
+]
+_ANSWER = [("logprobs", _LOGPROBS), ("tool_calls", pa.list_(pa.struct(_CALL)))]
 OPTIONAL = (
-    pa.field("logprobs", pa.list_(pa.struct([*_LOGPROB, ("top", pa.list_(pa.struct(_LOGPROB)))]))),
-    pa.field("tool_calls", pa.list_(pa.struct(_CALL))),
+    *(pa.field(*column) for column in _ANSWER),
+    pa.field("choices", pa.list_(pa.struct([("index", pa.int32()), *_TEXT, *_ANSWER]))),
+    pa.field("prompt_logprobs", _LOGPROBS),
 )  # columns that are null where a result has none, and that results of older versions may lack
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -56,9 +64,7 @@ def result_table(rows: Iterable[Mapping[str, Any]], *, from_file: bool) -> pa.Ta
     error = pa.struct([*_ERROR, ("line", pa.int64())] if from_file else _ERROR)
     fields = [
         *([pa.field("id", pa.string())] if from_file else []),
-        pa.field("text", pa.string()),
-        pa.field("token_ids", pa.list_(pa.int32())),
-        pa.field("finish_reason", pa.string()),
+        *(pa.field(*column) for column in _TEXT),
         pa.field("usage", _USAGE),
         pa.field("error", error),
         *OPTIONAL,

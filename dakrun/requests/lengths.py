@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 from dakrun.geometry import KV_BLOCK
-from dakrun.requests.openai_rows import MAX_N, MAX_PROMPTS
+from dakrun.requests.native_rows import MAX_N
+from dakrun.requests.openai_rows import MAX_PROMPTS
 
 CHARACTERS_PER_TOKEN = 4  # of English text, about, in the vocabularies of these models
 MOST_BLOCKS = 1 << 18  # whose hashes are kept: some 20 MB
@@ -89,7 +90,7 @@ def json_lengths(
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
     new = next((value for value in own if value is not None), max_tokens)
-    if type(new) is not int or new < 1 or len(prompts) > MAX_PROMPTS:
+    if type(new) is not int or new < 0 or len(prompts) > MAX_PROMPTS:
         return NOTHING
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_N):
         return NOTHING

@@ -3,26 +3,27 @@
 Knows nothing of files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from dakrun.config import SamplingParams
+from dakrun.config import SEED_BITS, SamplingParams
 from dakrun.errors import is_neutral
 from dakrun.requests.json_rows import flag, json_kind, names
 from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
 from dakrun.requests.neutral import NEUTRAL, supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
-from dakrun.requests.request import Completion, Reply, RowError, TokenLogprob
+from dakrun.requests.request import Completion, Logprobs, Reply, RowError, TokenLogprob
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
 NATIVE_FIELDS = (
     *("id", *PROMPT_FIELDS, "max_tokens"),
-    *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs"),
-    *("add_special_tokens", *CHAT_FIELDS),
+    *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs"),
+    *("n", "add_special_tokens", *CHAT_FIELDS),
 )
-_COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs")  # into SamplingParams
+_COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs", "prompt_logprobs")  # into SamplingParams
+MAX_N = 8
 
 
 class ParsedRow(NamedTuple):
@@ -53,7 +54,7 @@ class RowFormat:
 def parse_native(
     row: dict[str, Any], defaults: SamplingParams, rules: PromptRules
 ) -> list[ParsedRow]:
-    """Parse a row {"prompt" | "prompt_token_ids" | "messages", "max_tokens"?, ...}: one choice.
+    """Parse a row {"prompt" | "prompt_token_ids" | "messages", "max_tokens"?, ...}: `n` choices.
 
     A field that is null counts as absent. Raises BadRow, or UsageError for parameters.
     """
@@ -64,29 +65,65 @@ def parse_native(
     changes = {name: given[name] for name in _COPIED if name in given}
     params = replace(defaults, **changes, **stop_and_eos(given))
     ids, reply = _prompt(given, rules)
-    return [ParsedRow(ids, params, reply)]
+    return several_choices([ids], params, reply, count_of(given, "n", 1, MAX_N))
 
 
-def completion_row(completion: Completion) -> dict[str, Any]:
-    """The native result row of a finished request."""
+def several_choices(
+    prompts: Sequence[tuple[int, ...]], params: SamplingParams, reply: Reply, n: int
+) -> list[ParsedRow]:
+    """`n` choices for each prompt of a row.
+
+    Each choice has its own seed. That of a prompt's first choice does not depend on n.
+    """
+    reply = replace(reply, choices=n * len(prompts), n=n)
+    return [
+        ParsedRow(
+            ids,
+            replace(params, seed=params.seed + (again * len(prompts) + number << SEED_BITS)),
+            replace(reply, choice=number * n + again),
+        )
+        for number, ids in enumerate(prompts)
+        for again in range(n)
+    ]
+
+
+def completion_row(*choices: Completion) -> dict[str, Any]:
+    """The native result row of a row whose `choices` have finished, one or several."""
+    first = choices[0]
+    row: dict[str, Any] = {"id": _shown_id(first)}
+    if len(choices) == 1:
+        row |= _text(first)
+    else:
+        row["choices"] = [{"index": one.index, **_text(one), **_logprobs(one)} for one in choices]
+    row["usage"] = {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": sum(len(one.token_ids) for one in choices),
+    }
+    if len(choices) == 1:
+        row |= _logprobs(first)
+    if first.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [one and _with_top(one) for one in first.prompt_logprobs]
+    return row
+
+
+def _text(completion: Completion) -> dict[str, Any]:
     calls = completion.tool_calls
-    row: dict[str, Any] = {
-        "id": _shown_id(completion),
+    return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         **({"tool_calls": [call.as_dict() for call in calls]} if calls else {}),
-        "usage": {
-            "prompt_tokens": completion.prompt_tokens,
-            "completion_tokens": len(completion.token_ids),
-        },
     }
-    if completion.logprobs is not None:
-        row["logprobs"] = [
-            {**_logprob(chosen), "top": [_logprob(one) for one in top]}
-            for chosen, top in completion.logprobs
-        ]
-    return row
+
+
+def _logprobs(completion: Completion) -> dict[str, Any]:
+    if completion.logprobs is None:
+        return {}
+    return {"logprobs": [_with_top(one) for one in completion.logprobs]}
+
+
+def _with_top(one: Logprobs) -> dict[str, Any]:
+    return {**_logprob(one.chosen), "top": [_logprob(other) for other in one.top]}
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
@@ -123,6 +160,15 @@ def stop_and_eos(given: Mapping[str, Any]) -> dict[str, Any]:
     if "ignore_eos" in given:
         changes["ignore_eos"] = flag(given, "ignore_eos", False)
     return changes
+
+
+def count_of(given: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """The integer in field `name`, `low` if it is absent; raises BadRow."""
+    value = given.get(name, low)
+    if type(value) is not int or not low <= value <= high:
+        shown = value if type(value) is int else json_kind(value)
+        raise BadRow("invalid_field", f"{name} is {shown}, not an integer from {low} to {high}")
+    return value
 
 
 def refuse_chat_fields(given: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from dakrun.errors import is_neutral
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
     **NEUTRAL_SAMPLING,
-    "n": (1,),  # of native rows
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -23,7 +22,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
 }
 OF_MESSAGES: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "annotations": ([],)}
 _INTEGERS = (
-    *("max_tokens", "max_completion_tokens", "n", "top_k", "seed", "logprobs", "top_logprobs"),
+    *("max_tokens", "max_completion_tokens", "n", "top_k", "seed"),
+    *("logprobs", "top_logprobs", "prompt_logprobs"),
 )
 
 

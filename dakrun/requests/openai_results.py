@@ -62,7 +62,7 @@ def _choice(completion: Completion, *, is_chat: bool) -> dict[str, Any]:
     else:
         choice["text"] = completion.text
     if completion.text is None:
-        choice["token_ids"] = completion.token_ids
+        choice["token_ids"] = (*_echoed(completion), *completion.token_ids)
     shown = None
     if completion.logprobs is not None:
         logprobs = completion.logprobs
@@ -85,18 +85,30 @@ def _message(completion: Completion) -> dict[str, Any]:
 def _text_logprobs(completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/completions; offsets are those of its text's characters.
 
-    Without a text, they are those of the joined names.
+    Without a text, they are those of the joined names. With `echo` those of the prompt come first;
+    its first token has none.
     """
-    offsets = completion.text_offset
-    names = [_name(chosen) for chosen, _ in logprobs]
+    offsets, first = completion.text_offset, list[str]()
+    if completion.reply.echo and completion.prompt_logprobs:
+        logprobs = [one for one in completion.prompt_logprobs if one] + list(logprobs)
+        first.append(f"token_id:{completion.prompt_token_ids[0]}")
+        if completion.text is not None and offsets is not None:
+            first = [completion.text[: (*offsets, len(completion.text))[1]]]
+    names = first + [_name(chosen) for chosen, _ in logprobs]
+    none = [None for _ in first]
     return {
         "tokens": names,
-        "token_logprobs": [_rounded(chosen) for chosen, _ in logprobs],
-        "top_logprobs": [_by_name((*top, chosen)) for chosen, top in logprobs],
+        "token_logprobs": none + [_rounded(chosen) for chosen, _ in logprobs],
+        "top_logprobs": none + [_by_name((*top, chosen)) for chosen, top in logprobs],
         "text_offset": [0, *accumulate(map(len, names))][: len(names)]
         if offsets is None
         else list(offsets),
     }
+
+
+def _echoed(completion: Completion) -> tuple[int, ...]:
+    """The tokens of the prompt, where the text begins with it."""
+    return completion.prompt_token_ids if completion.reply.echo else ()
 
 
 def _chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, Any]:

@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dakrun.config import MAX_LOGPROBS, SEED_BITS, SamplingParams
+from dakrun.config import MAX_LOGPROBS, SamplingParams
 from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
-from dakrun.requests.native_rows import SAMPLING_FIELDS, ParsedRow, RowFormat, stop_and_eos
+from dakrun.requests.native_rows import (
+    MAX_N,
+    SAMPLING_FIELDS,
+    ParsedRow,
+    RowFormat,
+    count_of,
+    several_choices,
+    stop_and_eos,
+)
 from dakrun.requests.neutral import supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
@@ -21,10 +29,9 @@ _COMMON_FIELDS = (
     *("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS),
     *("stop", "stop_token_ids", "ignore_eos", "add_special_tokens"),
 )
-_COMPLETION_FIELDS = ("prompt", *_COMMON_FIELDS)
+_COMPLETION_FIELDS = ("prompt", "echo", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *CHAT_FIELDS, *_COMMON_FIELDS)
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-MAX_N = 8
 _MAX_LOGPROBS = 5  # of /v1/completions
 MAX_PROMPTS = 1024
 
@@ -62,25 +69,20 @@ def parse_batch(
     model = given.get("model")
     if not isinstance(model, str | None):
         raise BadRow("invalid_field", f"model is {json_kind(model)}, not a string")
-    params, n = _parameters(given, defaults), _count_of(given, "n", 1, MAX_N)
-    params = replace(params, logprobs=_logprobs(given, is_chat=is_chat))
-    reply = Reply("chat" if is_chat else "completion", model)
+    echo, logprobs = flag(given, "echo", False), _logprobs(given, is_chat=is_chat)
+    prompt_logprobs = logprobs
+    if not echo:
+        prompt_logprobs = None
+    elif given.get("max_tokens") == 0:  # that only prompts with log-probabilities may have
+        prompt_logprobs = logprobs or 0
+    params = _parameters(given, defaults, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    reply = Reply("chat" if is_chat else "completion", model, echo=echo)
     if is_chat:
         ids, reply = chat_prompt(given, rules, reply)
         prompts = [ids]
     else:
         prompts = _text_prompts(given, rules)
-    reply = replace(reply, choices=n * len(prompts), n=n)
-    # Each choice has its own seed. That of a prompt's first choice does not depend on n.
-    return [
-        ParsedRow(
-            ids,
-            replace(params, seed=params.seed + (again * len(prompts) + number << SEED_BITS)),
-            replace(reply, choice=number * n + again),
-        )
-        for number, ids in enumerate(prompts)
-        for again in range(n)
-    ]
+    return several_choices(prompts, params, reply, count_of(given, "n", 1, MAX_N))
 
 
 def needs_tokenizer(row: Mapping[str, Any]) -> bool:
@@ -108,8 +110,8 @@ def _supported(body: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
     return given
 
 
-def _parameters(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    changes = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+def _parameters(given: dict[str, Any], defaults: SamplingParams, **changes: Any) -> SamplingParams:
+    changes |= {name: given[name] for name in SAMPLING_FIELDS if name in given}
     limits = [given[k] for k in ("max_completion_tokens", "max_tokens") if k in given]
     if len(limits) == 2 and limits[0] != limits[1]:
         raise BadRow("invalid_field", "max_tokens and max_completion_tokens exclude each other")
@@ -122,23 +124,14 @@ def _logprobs(given: dict[str, Any], *, is_chat: bool) -> int | None:
     """The likeliest tokens that the row asks for with each new one; None if it has no logprobs."""
     asked = given.get("logprobs", False)
     if not is_chat:
-        return None if asked is False else _count_of(given, "logprobs", 0, _MAX_LOGPROBS)
+        return None if asked is False else count_of(given, "logprobs", 0, _MAX_LOGPROBS)
     if not isinstance(asked, bool):
         raise BadRow("invalid_field", f"logprobs is {json_kind(asked)}, not true or false")
     if asked:
-        return _count_of(given, "top_logprobs", 0, MAX_LOGPROBS)
+        return count_of(given, "top_logprobs", 0, MAX_LOGPROBS)
     if given.get("top_logprobs", 0) != 0:
         raise BadRow("invalid_field", "top_logprobs needs logprobs to be true")
     return None
-
-
-def _count_of(given: dict[str, Any], name: str, low: int, high: int) -> int:
-    """The integer in field `name`, `low` if it is absent; raises BadRow."""
-    value = given.get(name, low)
-    if type(value) is not int or not low <= value <= high:
-        shown = value if type(value) is int else json_kind(value)
-        raise BadRow("invalid_field", f"{name} is {shown}, not an integer from {low} to {high}")
-    return value
 
 
 def _text_prompts(given: dict[str, Any], rules: PromptRules) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ class Reply:
     messages, `integer_id` one whose id is an integer, which a result repeats as one. `continues`
     marks a completion that continues the last message. `call_format` is that of the calls of tools
     that an answer may have, `one_call` says that only the first of them counts. `thought` is the
-    thought that an answer may begin with.
+    thought that an answer may begin with. `echo` says that the text begins with the prompt's.
     """
 
     kind: Literal["native", "completion", "chat"] = "native"
@@ -40,6 +40,7 @@ class Reply:
     call_format: CallFormat | None = None
     one_call: bool = False
     thought: Thought | None = None
+    echo: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -108,7 +109,9 @@ class Completion:
     """A finished request. `text` ends before EOS or the stop string; None without a tokenizer.
 
     `logprobs` has an element for each of `token_ids`; it is None if the request asked for none. So
-    has `text_offset`, where each token begins in `text`; it is None without a text, too.
+    has `text_offset`, where each token begins in `text`; it is None without a text, too. Where the
+    reply is to `echo` the prompt, `text` begins with the prompt's, `text_offset` with its tokens'.
+    `prompt_logprobs` has an element for each token of the prompt, None for the first.
     `answer` has the parts of the text where it has a thought or calls of tools, else None.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
@@ -128,6 +131,7 @@ class Completion:
     reply: Reply = Reply()
     logprobs: tuple[Logprobs, ...] | None = None
     text_offset: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     answer: Answer | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()

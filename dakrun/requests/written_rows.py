@@ -114,7 +114,8 @@ class WrittenRows:
             if type(id) is int and not is_batch:  # 7 and "7" are one id
                 id = str(id)
             failed = row.get("error") is not None
-            is_result = "error" in row if is_batch else failed or "finish_reason" in row
+            done = "finish_reason" in row or "choices" in row
+            is_result = "error" in row if is_batch else failed or done
             if isinstance(id, str) and is_result:
                 return WrittenRow(id, failed, is_batch, line)
         raise self._not_a_result()
