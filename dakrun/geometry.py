@@ -27,7 +27,7 @@ KV_BLOCK = 64  # positions of a KV block
 HEAD_DIMS = (64, 80, 96, 128)  # head sizes with an attention kernel
 MAX_GROUP_HEADS = 16  # query heads of one KV head
 
-KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a")  # that kernels are compiled for
+KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a", "sm_121a")  # that kernels are compiled for
 
 # SplitK_GEMM
 SPLITK_MAX_ROWS = 64  # rows of X in one launch
@@ -53,7 +53,7 @@ ATTENTION_MAX_SPLITS = 128  # splits of one KV head of a slot, each of one CTA
 ATTENTION_PARTIAL_EXTRA = 4  # floats behind a partial output: row_max, row_sum, two of padding
 
 # Prompt attention
-PROMPT_STAGES = 12  # of the ring: keys or values of a KV block each
+PROMPT_MAX_STAGES = 12  # of the ring: keys or values of a KV block each
 PROMPT_PRODUCER_WARPS = 4
 PROMPT_THREADS = 128 * WARPGROUPS + 32 * PROMPT_PRODUCER_WARPS  # per CTA
 PROMPT_PART_ROWS = 64  # rows, of a query and a head each, that a warpgroup attends from
@@ -90,7 +90,6 @@ CUDA_CONSTANTS = {
     "ATTENTION_WARPS_LARGE_GROUP": ATTENTION_WARPS_LARGE_GROUP,
     "ATTENTION_MAX_SPLITS": ATTENTION_MAX_SPLITS,
     "ATTENTION_PARTIAL_EXTRA": ATTENTION_PARTIAL_EXTRA,
-    "PROMPT_STAGES": PROMPT_STAGES,
     "PROMPT_PRODUCER_WARPS": PROMPT_PRODUCER_WARPS,
     "PROMPT_PART_ROWS": PROMPT_PART_ROWS,
     "BANDWIDTH_MAX_SOURCES": BANDWIDTH_MAX_SOURCES,

@@ -82,6 +82,8 @@ extern "C" __global__ void __launch_bounds__(32)
   atomicMax(&args.span[1], end);
 }
 
+#if CLUSTERS
+
 struct ReadMulticastArgs {
   const uint8_t* base;
   uint64_t bytes;
@@ -140,6 +142,8 @@ extern "C" __global__ void __launch_bounds__(32)
   ptx::cluster_arrive();
   ptx::cluster_wait();  // no CTA exits while others copy into it or arrive at its barriers
 }
+
+#endif
 
 struct ReadOnceArgs {
   const uint8_t* base;

@@ -2,6 +2,7 @@
 // CTAs.
 #pragma once
 
+#include "hardware.cuh"
 #include "ptx.cuh"
 
 // Wait for the phase of `parity`. With -DDEBUG_SPINS=1 a wait of two seconds traps.

@@ -7,10 +7,6 @@
 
 #include "gemm_common.cuh"
 
-#ifndef WGMMA
-#define WGMMA (__CUDA_ARCH__ == 900)
-#endif
-
 #if WGMMA
 #include "wgmma.cuh"
 

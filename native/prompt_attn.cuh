@@ -1,6 +1,6 @@
 // Prompt attention: sizes, kernel arguments, tiles of queries, and the ring of stages.
 //
-// Compiled once per dtype (BFLOAT16) and head size (HEAD_DIM), and with PREFIXES=1 for decode rows:
+// Compiled once per dtype (BFLOAT16), head size (HEAD_DIM) and ring (STAGES), and with PREFIXES=1 for decode rows:
 // queries of several requests attend to their common prefix, before SplitK_FlashAttn goes on.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "geometry.cuh"
 
 constexpr bool kPrefixes = PREFIXES;
-constexpr int kStages = PROMPT_STAGES;
+constexpr int kStages = STAGES;  // of the ring
 constexpr int kWarpgroup = 128;                  // threads
 constexpr int kParts = WARPGROUPS;               // of a tile, each of one consumer warpgroup
 constexpr int kConsumers = kParts * kWarpgroup;  // threads
@@ -29,7 +29,9 @@ constexpr int kHalfBytes = kBlock * HEAD_DIM * 2;  // keys or values of a KV hea
 constexpr int kPanels = (HEAD_DIM + 63) / 64;
 constexpr int kPanelBytes = kBlock * 128;
 constexpr int kStageBytes = kPanels * kPanelBytes;
-static_assert(kStages % kProducerWarps == 0, "a producer warp has stages of its own");
+static_assert(kStages >= 2, "consumers read keys while they hold the values of the block before");
+// Whether each producer warp has stages of its own, two or more. In a smaller ring warps share them.
+constexpr bool kOwnStages = kStages % kProducerWarps == 0 && kStages >= 2 * kProducerWarps;
 
 // Floats of a row's partial result: outputs, row_max, row_sum, padding.
 constexpr int kPartial = HEAD_DIM + ATTENTION_PARTIAL_EXTRA;

@@ -7,10 +7,6 @@
 
 #include "prompt_attn.cuh"
 
-#ifndef WGMMA
-#define WGMMA (__CUDA_ARCH__ == 900)
-#endif
-
 constexpr int kScores = 2 * kBlock / 8;                         // float2s of a thread
 constexpr int kOutputs = 2 * (WGMMA ? 8 * kPanels : kVectors);  // of wgmma: of whole panels
 constexpr int kStored = 2 * kVectors;                           // those within HEAD_DIM

@@ -3,8 +3,7 @@
 
 #include "prompt_attn.cuh"
 
-// Copies every second block's keys, or values: four warps share the work, and each has stages of
-// its own. 16-byte copies, because rows of a block are HEAD_DIM wide and rows of a panel 64, and
+// Copies every second block's keys, or values: four warps share the work. 16-byte copies, because rows of a block are HEAD_DIM wide and rows of a panel 64, and
 // because rows past the stored positions must become zeros: memory there may be NaN, and 0 * NaN is
 // NaN.
 struct Producer {
@@ -12,6 +11,7 @@ struct Producer {
   const Ring& ring;
   const int lane, half, parity;  // half 0: keys, 1: values; parity of the blocks' numbers
   RingPosition fill;
+  int others;            // stages that other warps fill before the next one of this warp
   uint32_t landing = 0;  // full barrier of the stage whose copies are in flight
   int number = 0;        // of the CTA's blocks so far
 
@@ -21,7 +21,8 @@ struct Producer {
         lane(threadIdx.x % 32),
         half(warp % 2),
         parity(warp / 2),
-        fill(warp, kStages) {}
+        fill(kOwnStages ? warp : 0, kStages),
+        others(warp) {}
 
   __device__ __forceinline__ void run() {
     for (WorkItems items(args); items.next();) {
@@ -52,6 +53,7 @@ struct Producer {
   // Start to copy the first `rows` rows, and zeros in place of others, to the next stage. Then
   // announce the stage before, so that the copies of two are in flight.
   __device__ __forceinline__ void copy(const uint8_t* from, int rows) {
+    if (!kOwnStages) pass_others();
     wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
     const uint32_t stage = ring.stage(fill.stage);
     if (32 % kVectors == 0) {
@@ -76,7 +78,21 @@ struct Producer {
     ptx::wait_for_copies<1>();
     announce();
     landing = ring.full_barrier[fill.stage];
-    fill.advance(RingPosition(kProducerWarps, kStages), kStages);
+    fill.advance(RingPosition(kOwnStages ? kProducerWarps : 1, kStages), kStages);
+  }
+
+  // In a ring whose stages warps share: pass the stages that other warps fill first, each once it is
+  // empty. So the warp is never two phases ahead of a barrier, which a parity would not show. A
+  // stage may be emptied only after the warp's last one has been read, so that one is announced now.
+  __device__ __forceinline__ void pass_others() {
+    ptx::wait_for_copies<0>();
+    announce();
+    landing = 0;
+    for (; others > 0; others--) {
+      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
+      fill.advance(kStages);
+    }
+    others = kProducerWarps - 1;
   }
 
   // Announce the stage whose copies have landed. They are generic writes, and wgmma reads shared

@@ -1,7 +1,15 @@
 // Asynchronous copies between global and shared memory, most of them by TMA.
 #pragma once
 
+#include "hardware.cuh"
 #include "ptx_words.cuh"
+
+// State space of the destination of a CTA's own copies.
+#if CLUSTERS
+#define BULK_SHARED "shared::cluster"
+#else
+#define BULK_SHARED "shared::cta"
+#endif
 
 namespace ptx {
 
@@ -35,8 +43,8 @@ __device__ __forceinline__ void wait_for_copies() {
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(destination),
+      "cp.async.bulk." BULK_SHARED
+      ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -53,8 +61,8 @@ __device__ __forceinline__ uint64_t l2_policy(bool once) {
 __device__ __forceinline__ void bulk_load_kept(uint32_t destination, const void* source,
                                                uint32_t bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "cp.async.bulk." BULK_SHARED
+      ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
@@ -87,8 +95,8 @@ __device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes
 __device__ __forceinline__ void tensor_load(uint32_t destination, const TensorMap* map, int x,
                                             int y, int z, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),
+      "cp.async.bulk.tensor.3d." BULK_SHARED
+      ".global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }

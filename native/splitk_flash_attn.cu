@@ -145,9 +145,9 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
   }
 }
 
-// Two CTAs share an SM, one of this op and one of the next. On other architectures the largest
-// accumulators would spill with two.
-#if HEAD_DIM == 128 && (__CUDA_ARCH__ == 1200 || (GROUP_TILES == 2 && __CUDA_ARCH__ != 900))
+// Two CTAs share an SM, one of this op and one of the next; on 12.x a CTA's ring takes all of an
+// SM's shared memory. On 10.0 the largest accumulators would spill with two.
+#if __CUDA_ARCH__ >= 1200 || (HEAD_DIM == 128 && GROUP_TILES == 2 && __CUDA_ARCH__ != 900)
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;

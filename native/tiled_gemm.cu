@@ -65,13 +65,13 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   RingPosition stage;
   SegmentParities parities;
   // Wait until the other CTAs that split K have initialised their barriers.
-  if (args.k_ctas > 1 && place.sharers == 1) ptx::cluster_wait();
+  if (splits_k(args) && place.sharers == 1) ptx::cluster_wait();
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);
     const WarpgroupTile part(args, tile, warpgroup);
     if (!part.exists()) {
       release_all(tile.k_end - tile.k, ring, stage);
-      if (args.k_ctas > 1) {
+      if (splits_k(args)) {
         SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
         reduction.drain();
         reduction.release_stages(tile.last());
@@ -110,7 +110,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 
     if (tile.stores_partial) {
       store_partial(args, acc);
-    } else if (args.k_ctas == 1) {
+    } else if (!kClusters || args.k_ctas == 1) {
       store_outputs(args, epilogue, acc);
     } else {
       SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
@@ -137,14 +137,14 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   if (threadIdx.x == kConsumers + 32) ptx::prefetch_tensor_map(&args.x_rest);
   if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
   const SegmentBarriers segment_barriers(ptx::smem_address(barriers + 2 * kMaxStages));
-  if (threadIdx.x == kTiledThreads - 1 && args.k_ctas > 1)
+  if (threadIdx.x == kTiledThreads - 1 && splits_k(args))
     segment_barriers.initialize(args.k_ctas, place.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
   __syncthreads();
   // No CTA may arrive at another's barrier before that is initialised. CTAs that share stages do so
   // at once; those that split K only when they reduce, and wait for each other there.
   if (place.sharers > 1) sync_cluster();
-  const bool syncs_later = place.sharers == 1 && args.k_ctas > 1;
+  const bool syncs_later = place.sharers == 1 && splits_k(args);
   if (syncs_later) ptx::cluster_arrive_relaxed();
 
   // Roles of warps. Consumers take over the registers of producers.

@@ -9,6 +9,7 @@ static_assert(TILES % (WIDE ? 4 : 8) == 0 && TILES <= 32, "at most 256 rows a wa
 constexpr int kTiledThreads = TILED_THREADS;
 static_assert(kTiledThreads == kConsumers + kWarpgroup, "consumers, and a warpgroup of producers");
 constexpr int kConsumerWarps = kConsumers / 32;
+constexpr bool kClusters = CLUSTERS;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -61,6 +62,11 @@ struct TiledGemmArgs {
   PackedMatrix weight;             // [M, K]
 };
 
+// Whether the CTAs of a cluster split K.
+__device__ __forceinline__ bool splits_k(const TiledGemmArgs& args) {
+  return kClusters && args.k_ctas > 1;
+}
+
 // The tier of a cluster. weight.tier_count counts the matrix's parts. Where several parts are one
 // tier, the last entries of `tiers` are unused, and begin behind the last cluster.
 __device__ __forceinline__ int tier_of(const TiledGemmArgs& args, int cluster) {
@@ -89,7 +95,7 @@ struct Place {
   __device__ __forceinline__ explicit Place(const TiledGemmArgs& args)
       : tier(tier_of(args, ptx::cluster_number())),
         cluster(ptx::cluster_number() - args.tiers[tier].first_cluster),
-        sharers(args.w_ctas * args.x_ctas) {
+        sharers(kClusters ? args.w_ctas * args.x_ctas : 1) {
     const int rank = ptx::cluster_rank();
     sharer = rank & sharers - 1;  // they are a power of two
     first_sharer = rank - sharer;

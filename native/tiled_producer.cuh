@@ -15,7 +15,7 @@ __device__ __forceinline__ void wait_for_input(const TiledGemmArgs& args) {
 // that copy have acquired it themselves, and no __syncwarp() is needed behind it.
 __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, const Tiles& tile,
                                                    const SegmentBarriers& barriers) {
-  if (args.k_ctas > 1 && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
+  if (splits_k(args) && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
 }
 
 // The W producer, a whole warp. Lane i stands for row block i of a tile. The row blocks of a group
@@ -27,7 +27,7 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
   const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
   // CTAs along X load W's stages round-robin and multicast them.
-  const bool multicast = args.x_ctas > 1;
+  const bool multicast = kClusters && args.x_ctas > 1;
   const int turns = args.x_ctas - 1, turn = multicast ? place.sharer : 0;
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
   RingPosition fill, landed;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
   constexpr int kRowBytes = kAtomK * 2;
   const int max_boxes = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
   // CTAs along W load a part of each box each and multicast it.
-  const bool multicast = args.w_ctas > 1, copies = ptx::elect_one();
+  const bool multicast = kClusters && args.w_ctas > 1, copies = ptx::elect_one();
   const int sharer = multicast ? place.sharer : 0;
   RingPosition fill;
   for (Tiles tile(args, place); tile.next();) {

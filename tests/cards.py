@@ -10,6 +10,7 @@ from dakrun.hardware import Card
 
 H200 = Card.of("9.0", sms=132)
 PORTABLE = Card.of("10.0", sms=132)  # without wgmma
+SMALL = Card.of("12.0", sms=188)  # 100 KiB an SM, no clusters
 
 
 def hopper(sms: int, **changes: Any) -> Card:
@@ -19,7 +20,7 @@ def hopper(sms: int, **changes: Any) -> Card:
 
 def hold_to(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `card` be that of every device until the test ends, as held_to does."""
-    monkeypatch.setattr("dakrun.kernels.runtime.card._held", [card])
+    monkeypatch.setattr("dakrun.kernels.runtime.held._held", [card])
 
 
 def properties(capability: str, shared_kib: int, name: str = "a card") -> SimpleNamespace:

@@ -16,6 +16,7 @@ from compiled import kept
 
 from dakrun.geometry import CUDA_CONSTANTS
 from dakrun.kernels.gemm import AFTER_REMOTE
+from dakrun.kernels.runtime.held import held_macros
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -120,6 +121,8 @@ def boxes_map(
 def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
     """A stand-in for runtime.jit.kernel that builds each variant once, in a new `folder`.
 
+    A card to which launches are held adds its macros, as there.
+
     The argument of a kernel `twice_two` is a struct TwiceTwoArgs; "splitk" counts as split_k.
     """
 
@@ -129,7 +132,7 @@ def of_name(folder: Callable[[], Path]) -> Callable[..., EmulatedKernel]:
         return EmulatedKernel(source, name, struct, dict(macros), folder())
 
     def kernel(source: str, name: str, defines: dict[str, int] | None = None) -> EmulatedKernel:
-        return build(source, name, tuple((defines or {}).items()))
+        return build(source, name, tuple({**held_macros(), **(defines or {})}.items()))
 
     return kernel
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cards import H200, hold_to, hopper
+from cards import H200, SMALL, hold_to, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from dakrun.kernels.attention import KVShape, attention_config
 from dakrun.kernels.runtime import card_of, held_to
 from dakrun.launches import TierAccess, gemm_config, split_row_blocks
 
-SMALL = Card.of("12.0", sms=188)  # 100 KiB an SM, no clusters
 KIB = 1024
 
 

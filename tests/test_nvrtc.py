@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,8 @@ from dakrun.kernels.runtime import (
 from dakrun.kernels.runtime.nvrtc import source_digest
 from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
+
+CLUSTER_WORDS = {"shared::cluster", "multicast", "mapa"}  # in PTX
 
 
 def variants() -> list[Any]:
@@ -88,6 +91,19 @@ def test_every_kernel_compiles_without_spills_or_warnings(
         )
         assert not kernel.spills, kernel
     assert found.warnings == ()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_only_cards_with_clusters_multicast(arch: str) -> None:
+    """Elsewhere no copy has an address of a cluster either (native/hardware.cuh)."""
+    last = dict(all_variants(arch))
+    words = {
+        word
+        for source, defines in last.items()
+        for word in re.findall(r"shared::\w+|multicast|mapa", compiled(source, arch, defines).ptx)
+    }
+    clusters = arch in ("sm_90a", "sm_100a")
+    assert words == {"shared::cta", *(CLUSTER_WORDS if clusters else ())}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -249,7 +265,8 @@ def test_processes_racing_for_a_cubin_publish_it_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")]
+    ("capability", "arch"),
+    [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a"), ((12, 1), "sm_121a")],
 )
 def test_architectures(
     capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch

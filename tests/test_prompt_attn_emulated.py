@@ -3,10 +3,11 @@
 import itertools
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from cards import hold_to, hopper
+from cards import H200, SMALL, hold_to, hopper
 from cases import cases, few_examples
 from emulated import EmulatedKernel
 from hypothesis import given
@@ -45,7 +46,7 @@ def build(emulated_kernels: Callable[..., EmulatedKernel]) -> Build:
     """The kernel's variant for a dtype and a head size."""
 
     def variant(dtype: torch.dtype, dim: int) -> EmulatedKernel:
-        defines = {**prompt.defines(dtype, dim), "WGMMA": 1}
+        defines = {**prompt.defines(dtype, dim, H200), "WGMMA": 1}
         return emulated_kernels(prompt.SOURCE, "prompt_attn", defines)
 
     return variant
@@ -135,6 +136,34 @@ def test_no_bit_depends_on_other_requests_or_sms(
             row, length = case.starts[number], case.segments[number][1]
             part = slice(row, row + length)
             assert torch.equal(found[part], wanted[part]), (sms, number)
+
+
+@pytest.mark.parametrize("wgmma", [1, 0], ids=["wgmma", "mma"], indirect=True)
+@pytest.mark.parametrize(
+    ("stages", "dim"),
+    cases(
+        itertools.product(range(2, 12), (64, 96)),
+        lambda stages, dim: (stages, dim) in ((2, 64), (3, 64), (5, 64), (6, 96)),
+    ),
+)
+def test_any_ring(
+    stages: int,
+    dim: int,
+    wgmma: int,
+    emulated_kernels: Callable[..., EmulatedKernel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rings of a card with less shared memory: no deadlock in any order, and no other bit."""
+    case = PromptCase([(130, 40), (0, 66), (63, 2), (250, 1)], 1, 4, dim)
+    wanted = case.run()
+    card = replace(SMALL, sms=2, shared_bytes_per_sm=stages * prompt.stage_bytes(dim) + 2048)
+    hold_to(card, monkeypatch)
+    assert prompt.ring_stages(dim, card) == stages
+    defines = {**prompt.defines(case.dtype, dim, card), "WGMMA": wgmma}
+    kernel = emulated_kernels(prompt.SOURCE, "prompt_attn", defines)
+    for seed in range(6):
+        kernel.seed = 77 * seed
+        assert torch.equal(case.run().view(torch.int16), wanted.view(torch.int16)), seed
 
 
 def test_launches_share_their_work() -> None:

@@ -60,7 +60,7 @@ def variants(
     formats = list(formats)
     return [
         *_of_formats(many if card.tiled else [(UNPACK, {})], formats),
-        *_attention(dtype, head_dim, group, reads_spilled=spills, head_norms=head_norms),
+        *_attention(dtype, head_dim, card, group, reads_spilled=spills, head_norms=head_norms),
         *_of_formats(skinny, formats),
         (COPY_BLOCKS, {}),
         *_small(dtype),
@@ -89,21 +89,24 @@ def attention_variant(
     return attention.SOURCE, macros
 
 
-def prompt_variant(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False) -> Variant:
-    """The variant of prompt attention."""
-    return prompt.SOURCE, prompt.defines(dtype, head_dim, prefixes=prefixes)
+def prompt_variant(
+    dtype: torch.dtype, head_dim: int, card: Card, *, prefixes: bool = False
+) -> Variant:
+    """The variant of prompt attention on `card`."""
+    return prompt.SOURCE, prompt.defines(dtype, head_dim, card, prefixes=prefixes)
 
 
 def _attention(
     dtype: torch.dtype,
     head_dim: int,
+    card: Card,
     *groups: int,
     reads_spilled: bool = False,
     head_norms: bool = False,
 ) -> Iterator[Variant]:
     """The variants of both attention kernels, with and without shared prefixes."""
     for prefixes in (False, True):
-        yield prompt_variant(dtype, head_dim, prefixes=prefixes)
+        yield prompt_variant(dtype, head_dim, card, prefixes=prefixes)
         for group in groups:
             yield attention_variant(
                 dtype, head_dim, group, prefixes=prefixes, reads_spilled=reads_spilled,
@@ -113,15 +116,16 @@ def _attention(
 
 def all_variants(arch: str) -> list[Variant]:
     """Every variant of every kernel for `arch`, one of runtime.ARCHITECTURES."""
+    card = Card.of(f"{arch[3:-2]}.{arch[-2]}", sms=1)
     found: list[Variant] = [(BANDWIDTH, {}), (COPY_BLOCKS, {})]
     reading: list[Variant] = [(UNPACK, {})]  # weights
     for dtype in operands.DTYPES:
-        tiled = tiled_gemm.all_defines(dtype, wgmma=arch == "sm_90a")  # no other has it
+        tiled = tiled_gemm.all_defines(dtype, wgmma=card.has_wgmma)
         reading += ((tiled_gemm.SOURCE, macros) for macros in tiled)
         reading += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
         reading.append((EMBED, operands.defines(dtype)))
         for head_dim in HEAD_DIMS:
-            found += _attention(dtype, head_dim, 8, 16)
+            found += _attention(dtype, head_dim, card, 8, 16)
             found += (
                 attention_variant(dtype, head_dim, group, prefixes=prefixes, reads_spilled=True)
                 for group in (8, 16)

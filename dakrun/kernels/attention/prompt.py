@@ -16,11 +16,12 @@ from dakrun.geometry import (
     HEAD_DIMS,
     KV_BLOCK,
     MAX_GROUP_HEADS,
+    PROMPT_MAX_STAGES,
     PROMPT_PART_ROWS,
-    PROMPT_STAGES,
     PROMPT_THREADS,
     WARPGROUPS,
 )
+from dakrun.hardware import BARRIER_BYTES, Card
 from dakrun.kernels.attention.kv_blocks import BlockTables
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.card import card_of
@@ -220,11 +221,12 @@ def launch_prompt_attn(
 
     Fills in what `args` lacks, and what follows from q [T, Hq, D] and `scale`.
     """
-    dim, ctas = q.shape[2], card_of(q.device).sms
-    args.part_queries, args.ctas = part_queries(args.group), ctas
+    dim, card = q.shape[2], card_of(q.device)
+    args.part_queries, args.ctas = part_queries(args.group), card.sms
     args.scale = scale * math.log2(math.e)
-    kernel = jit.kernel(SOURCE, "prompt_attn", defines(q.dtype, dim, prefixes=prefixes))
-    kernel.launch(ctas, PROMPT_THREADS, args, shared_bytes=shared_bytes(dim), pdl=pdl)
+    kernel = jit.kernel(SOURCE, "prompt_attn", defines(q.dtype, dim, card, prefixes=prefixes))
+    shared_bytes = ring_stages(dim, card) * stage_bytes(dim)
+    kernel.launch(card.sms, PROMPT_THREADS, args, shared_bytes=shared_bytes, pdl=pdl)
 
 
 def _check_operands(
@@ -258,11 +260,23 @@ def part_queries(group: int) -> int:
     return PROMPT_PART_ROWS // group
 
 
-def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory of a CTA: the ring of stages."""
-    return PROMPT_STAGES * ceil_div(head_dim, PANEL_COLS) * KV_BLOCK * 2 * PANEL_COLS
+def stage_bytes(head_dim: int) -> int:
+    """Bytes of a stage: the keys or the values of a KV block, in whole panels."""
+    return ceil_div(head_dim, PANEL_COLS) * KV_BLOCK * 2 * PANEL_COLS
 
 
-def defines(dtype: torch.dtype, head_dim: int, *, prefixes: bool = False) -> dict[str, int]:
+def ring_stages(head_dim: int, card: Card) -> int:
+    """Stages of the ring of a CTA, which has an SM of `card` alone."""
+    return min(PROMPT_MAX_STAGES, (card.shared_bytes - BARRIER_BYTES) // stage_bytes(head_dim))
+
+
+def defines(
+    dtype: torch.dtype, head_dim: int, card: Card, *, prefixes: bool = False
+) -> dict[str, int]:
     """Macros of the kernel's variant; with `prefixes`, of that for decode rows (cascade.py)."""
-    return {**operands.defines(dtype), "HEAD_DIM": head_dim, "PREFIXES": int(prefixes)}
+    return {
+        **operands.defines(dtype),
+        "HEAD_DIM": head_dim,
+        "PREFIXES": int(prefixes),
+        "STAGES": ring_stages(head_dim, card),
+    }

@@ -1,11 +1,11 @@
 """From CUDA sources to launches.
 
-nvrtc compiles, jit caches, loads and launches, card says what launches may take of a GPU, graph
-captures, copy_engine copies between tiers, tensor_map describes matrices to TMA, operands has what
-wrappers share.
+nvrtc compiles, jit caches, loads and launches, card says what launches may take of a GPU, held
+keeps them to another card's limits, graph captures, copy_engine copies between tiers, tensor_map
+describes matrices to TMA, operands has what wrappers share.
 """
 
-from dakrun.kernels.runtime.card import card_of, has_kernels, held_to
+from dakrun.kernels.runtime.card import card_of, has_kernels
 from dakrun.kernels.runtime.copy_engine import CopyStream, copy
 from dakrun.kernels.runtime.graph import (
     capture,
@@ -15,6 +15,7 @@ from dakrun.kernels.runtime.graph import (
     programmatic_lead,
     replay_seconds,
 )
+from dakrun.kernels.runtime.held import held_to
 from dakrun.kernels.runtime.jit import (
     Kernel,
     architecture,

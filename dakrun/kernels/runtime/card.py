@@ -1,8 +1,6 @@
 """The card of a GPU at hand, as the driver describes it, or as a test or an ablation holds it."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,28 +9,17 @@ import torch
 from dakrun.geometry import TILED_THREADS
 from dakrun.hardware import BARRIER_BYTES, Card
 from dakrun.kernels.runtime import jit
-
-_held: list[Card] = []  # the last one takes the place of all GPUs' cards
+from dakrun.kernels.runtime.held import held
 
 
 def card_of(device: torch.device) -> Card:
     """The card of a GPU: what launches may take of it."""
-    return _held[-1] if _held else _with_clusters(device)
-
-
-@contextlib.contextmanager
-def held_to(card: Card) -> Iterator[None]:
-    """Choose all launches for `card` meanwhile: without a technique, or for a smaller card."""
-    _held.append(card)
-    try:
-        yield
-    finally:
-        _held.pop()
+    return held() or _with_clusters(device)
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether `device` runs the kernels. Compiles nothing."""
-    return device.type == "cuda" and (_held[-1] if _held else _described(device)).runs_kernels
+    return device.type == "cuda" and (held() or _described(device)).runs_kernels
 
 
 def _described(device: torch.device) -> Card:

@@ -16,6 +16,7 @@ import torch
 
 from dakrun.errors import CannotRun
 from dakrun.interrupt import Workers
+from dakrun.kernels.runtime.held import held_macros
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
 
@@ -88,11 +89,13 @@ class Kernel:
 def kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> Kernel:
     """Load the kernel `name` of native/`source` on torch's current device.
 
-    `defines` are the macros of one variant. It is compiled unless its cubin is in the cache.
+    `defines` are the macros of one variant; a card to which launches are held adds its own. The
+    kernel is compiled unless its cubin is in the cache.
     Raises CannotRun if the GPU is not supported or the CUDA packages are missing.
     """
     device = torch.cuda.current_device()
-    return _kernel(source, name, tuple(sorted((defines or {}).items())), device)
+    macros = {**(defines or {}), **held_macros()}
+    return _kernel(source, name, tuple(sorted(macros.items())), device)
 
 
 @functools.cache
@@ -120,7 +123,8 @@ def architecture(device: int) -> str:
     if found not in ARCHITECTURES:
         raise CannotRun(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}",
-            hint="dakrun's kernels run on 9.0 (H100, H200, GH200) and 10.0 (B200)",
+            hint="dakrun's kernels run on 9.0 (H100, H200, GH200), 10.0 (B200), 12.0 (RTX PRO 6000 "
+            "Blackwell, RTX 5090) and 12.1 (DGX Spark)",
         )
     return found
 
@@ -165,7 +169,11 @@ def compiling(
     Yields a function that waits for them. After an exception, variants not yet begun are cancelled.
     """
     with Workers() as pool:
-        cubins = [pool.submit(cached_cubin, source, arch, defines) for source, defines in variants]
+        held = held_macros()
+        cubins = [
+            pool.submit(cached_cubin, source, arch, {**defines, **held})
+            for source, defines in variants
+        ]
 
         def wait() -> None:
             for cubin in cubins:

@@ -55,9 +55,10 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and the compiler's log."""
+    """A cubin, the PTX it was made of, and the compiler's log."""
 
     cubin: bytes
+    ptx: str
     log: str
 
     @property
@@ -98,9 +99,11 @@ def compile_cubin(source: str, arch: str, defines: Mapping[str, int] | None = No
             )
         cubin = bytes(_checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+        ptx = bytes(_checked(nvrtc, nvrtc.nvrtcGetPTXSize(program)))
+        _checked(nvrtc, nvrtc.nvrtcGetPTX(program, ptx))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin, text_log)
+    return Compiled(cubin, ptx.rstrip(b"\0").decode(), text_log)
 
 
 def source_digest(source: str, arch: str, defines: Mapping[str, int] | None = None) -> str:
