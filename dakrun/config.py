@@ -240,24 +240,25 @@ class Workload:
 
 
 MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs and prompt_logprobs
+MAX_BIASES = 1024  # tokens in SamplingParams.logit_bias
+MAX_BAD_WORDS = 1024  # SamplingParams.bad_words, and their tokens in all
+MAX_BIAS = 100.0
+# Options of SamplingParams by which the choice differs from that of the model's own logits.
+ADJUSTING = (
+    *("min_p", "min_tokens", "bad_words", "logit_bias"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 MAX_SEED_BITS = 96
 SEED_BITS = 64  # of the seed of a request with several choices: their numbers are added above them
 
 # Sampling options that are not supported, and their values that change nothing.
 NEUTRAL_SAMPLING: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
 }
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_SAMPLING,
-    "bad_words": ([], ()),
     "detokenize": (True,),
     "extra_args": ({},),
     "flat_logprobs": (False,),
@@ -280,6 +281,15 @@ class SamplingParams:
     log-probability, and those of this many likeliest tokens in its place. With `prompt_logprobs`
     it has them for each token of the prompt but the first; `max_tokens` may then be 0.
 
+    `min_p` keeps tokens that have at least this part of the likeliest one's probability. None of
+    the first `min_tokens` tokens is an end-of-sequence token or one of `stop_token_ids`, and stop
+    strings are searched behind them. Of `bad_words`, which are strings or sequences of token ids,
+    the last token is never chosen behind the others. `logit_bias` has a number for each of some
+    token ids, which is added to the token's logit. Then `repetition_penalty` divides the positive
+    logits, and multiplies the others, of tokens in the prompt or the completion.
+    `frequency_penalty` is subtracted for each time that a token is in the completion, and
+    `presence_penalty` once. Log-probabilities are the model's own all the same.
+
     Other sampling options of vLLM are taken where their value changes nothing. Raises UsageError,
     which names the option, for any other, and for wrong values.
     """
@@ -295,6 +305,13 @@ class SamplingParams:
     logprobs: int | None
     prompt_logprobs: int | None
     n: int
+    min_p: float
+    min_tokens: int
+    bad_words: tuple[str | tuple[int, ...], ...]
+    logit_bias: tuple[tuple[int, float], ...]  # in the order of the ids
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
 
     def __init__(
         self,
@@ -310,6 +327,13 @@ class SamplingParams:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         n: int = 1,
+        min_p: float = 0.0,
+        min_tokens: int = 0,
+        bad_words: Sequence[str | Sequence[int]] | None = (),
+        logit_bias: Mapping[int | str, float] | Sequence[tuple[int, float]] | None = (),
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
         **other: Any,
     ) -> None:
         refuse_unsupported(other, _NEUTRAL, [field.name for field in fields(self)])
@@ -342,9 +366,35 @@ class SamplingParams:
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "n": n,
+            "min_p": check_number("min_p", min_p, 0.0, 1.0),
+            "min_tokens": check_count("min_tokens", min_tokens, 0),
+            "bad_words": _bad_words(bad_words),
+            "logit_bias": _logit_bias(logit_bias),
+            "repetition_penalty": check_number("repetition_penalty", repetition_penalty, 0.0),
+            "frequency_penalty": check_number("frequency_penalty", frequency_penalty, -2.0, 2.0),
+            "presence_penalty": check_number("presence_penalty", presence_penalty, -2.0, 2.0),
         }
+        if repetition_penalty == 0:
+            raise invalid_value("repetition_penalty", 0, "above 0")
+        least, most = values["min_tokens"], values["max_tokens"]
+        if most is not None and least > most:
+            raise UsageError(
+                f"min_tokens is {least}, above max_tokens, {most}",
+                hint="min_tokens must be at most max_tokens",
+            )
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on which tokens the prompt and the completion have."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1, 0, 0)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits of single tokens are changed, or tokens forbidden."""
+        return self.penalizes or bool(self.min_tokens or self.bad_words or self.logit_bias)
 
     def limit(self, room: int) -> int:
         """The most tokens of a completion that has room for `room` of them."""
@@ -367,11 +417,63 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(given)
 
 
+def _bad_words(given: object) -> tuple[str | tuple[int, ...], ...]:
+    words = () if given is None else given
+    if not isinstance(words, tuple | list):
+        raise invalid_value("bad_words", given, "a list of strings and of lists of token ids")
+    found: list[str | tuple[int, ...]] = []
+    for word in words:
+        if isinstance(word, str) and word.strip():
+            found.append(word)
+        elif isinstance(word, tuple | list) and word and all(map(_is_token, word)):
+            found.append(tuple(word))
+        else:
+            expected = "made of strings that are not blank and lists of token ids, not empty"
+            raise invalid_value("bad_words", list(words), expected)
+    check_bad_words(found)
+    return tuple(found)
+
+
+def check_bad_words(words: Sequence[str | tuple[int, ...]]) -> None:
+    """Raise UsageError if there are too many, or too many tokens in those of token ids."""
+    tokens = sum(len(word) for word in words if not isinstance(word, str))
+    for count, what in ((len(words), "words"), (tokens, "tokens")):
+        if count > MAX_BAD_WORDS:
+            raise UsageError(
+                f"bad_words has {count} {what}", hint=f"at most {MAX_BAD_WORDS} are supported"
+            )
+
+
+def _logit_bias(given: object) -> tuple[tuple[int, float], ...]:
+    """The biases by token in a mapping, whose keys may be strings as in JSON, or in pairs."""
+    biases = dict(given or ()) if isinstance(given, Mapping | tuple | None) else given
+    if not isinstance(biases, dict):
+        raise invalid_value("logit_bias", given, "numbers by token id")
+    found: dict[int, float] = {}
+    for key, bias in biases.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if not _is_token(token):
+            raise invalid_value("logit_bias", {key: bias}, "numbers by token id, from 0")
+        if token in found:
+            raise UsageError(f"logit_bias has token {token} twice", hint="name each token once")
+        name = f"logit_bias of token {token}"
+        found[token] = check_number(name, bias, -MAX_BIAS, MAX_BIAS)
+    if len(found) > MAX_BIASES:
+        raise UsageError(
+            f"logit_bias has {len(found)} tokens", hint=f"at most {MAX_BIASES} are supported"
+        )
+    return tuple(sorted(found.items()))
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _stop_tokens(ids: object) -> tuple[int, ...]:
     given = () if ids is None else ids
     if not isinstance(given, tuple | list):
         raise invalid_value("stop_token_ids", ids, "a list of token ids or None")
-    if not all(type(token) is int and token >= 0 for token in given):
+    if not all(map(_is_token, given)):
         raise invalid_value("stop_token_ids", list(given), "made of token ids, from 0")
     return tuple(given)
 

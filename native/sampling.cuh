@@ -3,7 +3,8 @@
 // A token is the argmax of logit / temperature + Gumbel noise over the kept tokens, which draws it
 // with its probability among them (Gumbel 1954; Maddison, Tarlow, Minka 2014). Kept are the top_k
 // largest logits, then the fewest of the largest of these whose probabilities sum to top_p, and all
-// that equal the smallest kept logit. dakrun/engine/sampler.py has the same in torch.
+// that equal the smallest kept logit; of these, tokens of at least min_p of the likeliest one's
+// probability. dakrun/engine/sampler.py has the same in torch.
 #pragma once
 
 #include "cta_reduce.cuh"
@@ -21,6 +22,9 @@ struct Sampling {
   // are compared as unsigned, so that -1 ends every wait.
   const uint32_t* mask;  // [ceil(vocabulary / 32)]
   const int* ready;
+  struct Adjustments* adjustments;  // of adjusted_logits.cuh, or null
+  float log_min_p;                  // -infinity: min-p keeps all
+  int padding;
 };
 
 // splitmix64's finaliser (Steele, Lea, Flood 2014).
@@ -129,8 +133,9 @@ __device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key
   const uint64_t state = noise_state(sampling.seed, position);
   uint64_t rank = 0;  // of the thread's token: larger score first, then smaller token
   logits.for_each(least, [&](Key key, float logit, int token) {
-    if (key < least) return;
-    const float score = (logit - largest_logit) * scale + gumbel(state, token);
+    const float log_probability = (logit - largest_logit) * scale;  // relative to the largest
+    if (key < least || log_probability < sampling.log_min_p) return;
+    const float score = log_probability + gumbel(state, token);
     const uint32_t bits = reinterpret_cast<const uint32_t&>(score);
     const uint32_t ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;
     const uint64_t found =

@@ -8,8 +8,10 @@
 //       find the threshold of top-k, then that of top-p, by counts and sums over the row
 //       each thread: the largest logit / temperature + noise of its kept tokens
 //       reduce over the CTA
-//     if the slot has a grammar: the same among the tokens of the mask for this position, once the
-//       host has written it
+//     if the slot has a grammar or other options, instead (adjusted_logits.cuh):
+//       wait until the host has written the mask for this position
+//       compute the logits of tokens with a bias or a penalty; hide forbidden tokens
+//       choose as above, among 32-bit logits; count the token
 //     winning thread: write the row's next token, and that and the log entry of its slot; add 1
 //                     to its length. Rows without a request (length < 0) write nothing. If the maximum is
 //                     NaN or infinite, the log entry is NO_TOKEN; if no token is allowed, NONE_ALLOWED.
@@ -65,8 +67,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bool finite = abs(maximum) < kInfinity;
   int token, logged;
   const Sampling* const own = args.sampling + slot;
-  if (args.sampling != nullptr && finite && (own->temperature > 0.0f || own->mask != nullptr)) {
-    if (own->mask != nullptr) {
+  const bool adjusts =
+      args.sampling != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
+  if (args.sampling != nullptr && finite && (own->temperature > 0.0f || adjusts)) {
+    if (adjusts) {
       logged = choose_adjusted(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem));
     } else {
       __shared__ SearchParts search;

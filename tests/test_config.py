@@ -338,7 +338,16 @@ def test_workload_is_of_positive_integers(change: dict[str, Any], said: str) -> 
     [{"max_tokens": 0}, {"max_tokens": 1.5}, {"top_k": -2}, {"top_p": 0}, {"top_p": 1.1},
      {"temperature": -1}, {"temperature": float("nan")}, {"seed": "1"}, {"seed": 1 << 96},
      {"seed": 1 << 64, "n": 2}, {"stop": ("",)}, {"stop": ""}, {"stop": 5}, {"stop": ["a", 5]},
-     {"stop_token_ids": 5}, {"ignore_eos": 1}, {"n": 0}, {"n": 1.0}, {"n": None}],
+     {"stop_token_ids": 5}, {"ignore_eos": 1}, {"n": 0}, {"n": 1.0}, {"n": None},
+     {"min_p": -0.1}, {"min_p": 1.01}, {"min_p": True}, {"min_tokens": -1}, {"min_tokens": 129},
+     {"min_tokens": 5, "max_tokens": 4}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},
+     {"frequency_penalty": float("nan")}, {"repetition_penalty": 0}, {"repetition_penalty": -1},
+     {"repetition_penalty": float("inf")}, {"logit_bias": 5}, {"logit_bias": {"a": 1}},
+     {"logit_bias": {-1: 1}}, {"logit_bias": {1: 101}}, {"logit_bias": {1: "2"}},
+     {"logit_bias": {1.5: 2}}, {"logit_bias": {True: 2}}, {"logit_bias": {"1": 1, 1: 2}},
+     {"logit_bias": dict.fromkeys(range(1025), 1)}, {"bad_words": "no"}, {"bad_words": [""]},
+     {"bad_words": [" "]}, {"bad_words": [[]]}, {"bad_words": [5]}, {"bad_words": [[-1]]},
+     {"bad_words": [["a"]]}, {"bad_words": ["no"] * 1025}, {"bad_words": [[1] * 1025]}],
 )  # fmt: skip
 def test_sampling_params_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
@@ -352,6 +361,12 @@ def test_sampling_params_may_be_written_in_several_ways() -> None:
     assert SamplingParams(stop_token_ids=[5, 6]).stop_token_ids == (5, 6)
     assert SamplingParams(seed=None) == SamplingParams(seed=0)
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    biased = SamplingParams(logit_bias={"7": 1, 5: -0.5})
+    assert biased == SamplingParams(logit_bias={5: -0.5, 7: 1}) == replace(biased, bad_words=None)
+    assert biased.adjusts and not biased.penalizes and not SamplingParams(logit_bias={}).adjusts
+    words = SamplingParams(bad_words=["no", [5, 6]])
+    assert words.bad_words == ("no", (5, 6)) and words == replace(words, bad_words=words.bad_words)
+    assert SamplingParams(presence_penalty=-2).penalizes
     without = SamplingParams(max_tokens=None)
     assert without.max_tokens is None and without.limit(77) == 77
     assert SamplingParams(max_tokens=9).limit(77) == 9
@@ -362,9 +377,7 @@ def test_sampling_params_may_be_written_in_several_ways() -> None:
 
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
-    [("presence_penalty", 0.0, 1.0), ("frequency_penalty", 0, 0.5), ("min_p", 0.0, 0.1),
-     ("repetition_penalty", 1.0, 1.2), ("min_tokens", 0, 4), ("logit_bias", None, {5: 1.0}),
-     ("bad_words", [], ["no"]), ("detokenize", True, False), ("best_of", 1, 2),
+    [("detokenize", True, False), ("best_of", 1, 2),
      ("prompt_logprobs", None, 1), ("structured_outputs", None, object()),
      ("skip_special_tokens", True, False), ("allowed_token_ids", None, [1])],
 )  # fmt: skip

@@ -29,7 +29,7 @@ NEUTRAL = {
     "service_tier": "default",
 }  # fmt: skip
 CHANGING = {
-    "repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 1, "tool_choice": "required",
+    "best_of": 2, "tool_choice": "required",
     "tools": [{}], "modalities": ["audio"], "skip_special_tokens": False, "stream": 0,
     "include_stop_str_in_output": True,
 }  # fmt: skip

@@ -291,7 +291,7 @@ conversation = [{"role": "user", "content": "seven plus eighteen"}]
 show(llm.chat(conversation, sampling_params, use_tqdm=False))
 show(llm.chat([conversation] * 2, sampling_params=sampling_params))
 try:
-    SamplingParams(presence_penalty=1.0)
+    SamplingParams(allowed_token_ids=[5])
 except Exception as problem:
     print(problem)
 """
@@ -312,7 +312,7 @@ def test_a_script_for_vllm_runs_after_changing_the_import(model: Path) -> None:
     ]
     *found, refused = done.stdout.splitlines()
     assert found == [str(one) for one in wanted]
-    assert refused == "presence_penalty is not supported"
+    assert refused == "allowed_token_ids is not supported"
 
 
 BAR_SCRIPT = """

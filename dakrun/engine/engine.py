@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from dakrun.engine.adjustments import History
 from dakrun.engine.admission import Admission
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
@@ -164,10 +165,13 @@ class Engine:
                 raise ValueError("stop strings need a tokenizer")
             is_chat = request.reply.is_chat
             added = self._tokenizer.continuation(request.prompt_ids, is_chat=is_chat)
-            stop = StopStrings(params.stop, added.spelled, request.reply.thought)
-        limit = params.limit(self._max_len - length)
-        sampling = Sampling(params, request_seed(params.seed, request.id))
-        return RequestState(request, stop, sampling, limit, request.prompt_ids)
+            stop = StopStrings(params.stop, added.spelled, request.reply.thought, params.min_tokens)
+        if any(isinstance(word, str) for word in params.bad_words):
+            raise ValueError("expected bad_words as token ids")
+        limit, tokens = params.limit(self._max_len - length), list[int]()
+        history = History(request.prompt_ids, tokens, self._eos)
+        sampling = Sampling(params, request_seed(params.seed, request.id), history, limit)
+        return RequestState(request, stop, sampling, limit, request.prompt_ids, tokens=tokens)
 
     def _admit_waiting(self, source: _Source) -> Generator[RowError, None, bool]:
         """Give slots to waiting requests while there is room, first to those that were preempted.

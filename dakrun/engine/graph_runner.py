@@ -27,7 +27,7 @@ from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels import sampling_words
+from dakrun.kernels import adjustments, sampling_words
 from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
 from dakrun.kernels.runtime import (
     capture,
@@ -91,6 +91,7 @@ class GraphRunner:
         self._steps: deque[_Launched] = deque()
         self._last: _Launched | None = None  # the step collected last
         self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
+        self._adjustments: dict[int, torch.Tensor | None] = {}  # by slot
         self._capture()
 
     def details(self) -> dict[str, Any]:
@@ -187,8 +188,20 @@ class GraphRunner:
         return logits, tokens, hidden
 
     def _set_sampling(self, rows: Sequence[Row]) -> None:
-        """Say how the tokens of the rows' slots are chosen, where this has changed."""
-        words = {row.slot: sampling_words(*row.sampling) for row in rows}
+        """Say how the tokens of the rows' slots are chosen, where this has changed.
+
+        All tokens of the rows' requests are known.
+        """
+        words, device = {}, self._backend.like.device
+        vocabulary = self._backend.model.config.vocab_size
+        for row in rows:
+            params, seed, history, limit = row.sampling
+            own = None
+            if params.adjusts:
+                made = adjustments(params, *history, limit=limit, vocabulary=vocabulary)
+                own = upload(made, device)
+            words[row.slot] = sampling_words(params, seed, adjustments=own)
+            self._adjustments[row.slot] = own
         changed = {slot: new for slot, new in words.items() if self._sampling[slot] != new}
         if changed:
             slots = self._on_gpu(list(changed))

@@ -73,7 +73,8 @@ class Chosen:
         sampling = [row.sampling for row in rows]
         if tokens is None:
             params, seeds = [one.params for one in sampling], [one.seed for one in sampling]
-            tokens = sample(logits, params, seeds, [row.last + 1 for row in rows])
+            positions, histories = [row.last + 1 for row in rows], [one.history for one in sampling]
+            tokens = sample(logits, params, seeds, positions, histories)
         asked = ((i, one.params.logprobs) for i, one in enumerate(sampling))
         self._asked = {i: top for i, top in asked if top is not None}
         parts = [tokens]

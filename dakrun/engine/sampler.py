@@ -1,18 +1,20 @@
 """Choosing the next token of every row from its logits, in torch.
 
-Knows temperature, top-k, top-p and noise by (seed, position, token); keeps no state, so a row's
-token depends on its own logits, parameters, seed and position alone. native/select_token.cu is the
-same for a GPU's steps.
+Knows temperature, top-k, top-p, min-p and noise by (seed, position, token); keeps no state, so a
+row's token depends on its own logits, history, parameters, seed and position alone. adjustments.py
+has what changes logits before. native/select_token.cu is the same for a GPU's steps.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from dakrun.config import SamplingParams
-from dakrun.geometry import NO_TOKEN
+from dakrun.engine.adjustments import History, adjusted
+from dakrun.geometry import NO_TOKEN, NONE_ALLOWED
 
 _MASS = 2.0**31  # the largest logit's probability, as an integer: sums of integers are exact
 LOWEST_TEMPERATURE = 1e-30  # float32 divides by it; lower ones count as this one
@@ -31,6 +33,8 @@ def sample(
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     positions: Sequence[int],
+    histories: Sequence[History] | None = None,
+    allowed: Mapping[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The token of each row for its position: int64 [n] on the device of `logits`.
 
@@ -38,8 +42,13 @@ def sample(
     largest logits. Other rows take the argmax of logit / temperature + noise(seed, position) over
     the kept tokens, which draws a token with its probability among these (the Gumbel-max trick).
     Kept are the top_k largest logits, then the fewest of the largest of them whose probabilities
-    sum to top_p, and all that equal the smallest kept logit. `seeds` are the requests' (see
-    request_seed). A row whose largest logit is NaN or infinite gets NO_TOKEN.
+    sum to top_p, and all that equal the smallest kept logit; of these, the tokens that have at
+    least min_p of the likeliest one's probability. `seeds` are the requests' (see request_seed).
+
+    Logits of rows whose parameters ask for it are `adjusted` first, by their `histories`; so are
+    those of the rows in `allowed`, bool [vocabulary] by the row's number, for their grammars.
+    A row whose largest logit is NaN or infinite gets NO_TOKEN, one that may have no token
+    NONE_ALLOWED.
     """
     n = len(logits)
     assert logits.is_floating_point(), f"expected floating point logits, got {logits.dtype}"
@@ -49,9 +58,19 @@ def sample(
     best = logits.gather(1, tokens[:, None])[:, 0]
     finite = best.isfinite()
     for i, own in enumerate(params):
-        if own.temperature > 0 and finite[i]:
-            gumbel = noise(seeds[i], positions[i], logits.shape[1])
-            tokens[i] = _draw(logits[i].float(), own, gumbel)
+        mask = allowed.get(i) if allowed else None
+        adjusts = own.adjusts or mask is not None
+        if not (adjusts or own.temperature > 0) or not finite[i]:
+            continue
+        row = logits[i].float()
+        if adjusts:
+            row = adjusted(row, own, histories[i] if histories else History(), mask)
+            tokens[i], best = row.argmax(), row.max()
+            if not best.isfinite():
+                tokens[i] = NONE_ALLOWED if best < 0 else NO_TOKEN
+                continue
+        if own.temperature > 0:
+            tokens[i] = _draw(row, own, noise(seeds[i], positions[i], logits.shape[1]))
     return tokens.where(finite, NO_TOKEN)
 
 
@@ -79,19 +98,27 @@ def _mix64(z: np.ndarray) -> np.ndarray:
 
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Which tokens of a row of logits, float32 [V], top-k and top-p keep: bool [V]."""
+    """Which tokens of a row of logits, float32 [V], top-k, top-p and min-p keep: bool [V]."""
     below_best = logits - logits.max()
+    temperature = max(params.temperature, LOWEST_TEMPERATURE)
     ordered = below_best.sort(descending=True).values
     least = ordered[-1]
     if 0 < params.top_k < len(logits):
         least = ordered[params.top_k - 1]
     if params.top_p < 1:
         some = ordered[ordered >= least]
-        temperature = max(params.temperature, LOWEST_TEMPERATURE)
         sums = (some.double() / temperature).exp().mul(_MASS).long().cumsum(0)
         target = np.ceil(np.float32(params.top_p) * np.float64(sums[-1].item()))
         least = some[int(torch.searchsorted(sums, int(target)))]
-    return below_best >= least
+    kept = below_best >= least
+    if params.min_p > 0:
+        kept &= below_best / temperature >= log_min_p(params)
+    return kept
+
+
+def log_min_p(params: SamplingParams) -> float:
+    """The least logarithm of a kept token's probability relative to the likeliest one's."""
+    return math.log(params.min_p) if params.min_p > 0 else -math.inf
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, gumbel: np.ndarray) -> torch.Tensor:

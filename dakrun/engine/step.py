@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
+from dakrun.engine.adjustments import History
 
 
 class Sampling(NamedTuple):
-    """How tokens of a request are chosen; `seed` is the request's (see sampler.request_seed)."""
+    """How tokens of a request are chosen; `seed` is the request's (see sampler.request_seed).
+
+    `history` has its tokens that are known so far, `limit` is the most new ones that it may have.
+    """
 
     params: SamplingParams = SamplingParams()
     seed: int = 0
+    history: History = History()
+    limit: int = 0
 
 
 class Row(NamedTuple):

@@ -6,6 +6,7 @@ the backend in plain torch. native/README.md describes the CUDA sources.
 """
 
 from dakrun.kernels import reference
+from dakrun.kernels.adjustments import adjustments
 from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, read_window
 from dakrun.kernels.embed import embed
 from dakrun.kernels.normalize import normalize
@@ -34,6 +35,7 @@ __all__ = [
     "TokenMask",
     "Variant",
     "Window",
+    "adjustments",
     "all_variants",
     "attention_variant",
     "embed",

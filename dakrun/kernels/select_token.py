@@ -1,6 +1,7 @@
 """The choice of each row's next token, with its bookkeeping; wraps native/select_token.cu."""
 
 import ctypes
+import math
 import struct
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class _Args(ctypes.Structure):
     )
 
 
-SAMPLING_WORDS = 10  # int32 words of a slot's sampling parameters
+SAMPLING_WORDS = 14  # int32 words of a slot's sampling parameters
 
 
 class TokenMask(NamedTuple):
@@ -45,17 +46,24 @@ def mask_words(vocabulary: int) -> int:
 
 
 def sampling_words(
-    params: SamplingParams, seed: int, mask: TokenMask | None = None
+    params: SamplingParams,
+    seed: int,
+    mask: TokenMask | None = None,
+    adjustments: torch.Tensor | None = None,
 ) -> tuple[int, ...]:
     """Sampling of native/sampling.cuh: how tokens of a request with a 64-bit `seed` are chosen.
 
-    They are int32, all 0 for a greedy one without a `mask`.
+    They are int32, all 0 for a greedy one without a `mask` or `adjustments`, which are on the GPU.
     """
-    temperature, top_k, top_p = params.temperature, min(params.top_k, 2**31 - 1), params.top_p
-    if temperature == 0:
-        top_k, top_p, seed = 0, 0.0, 0
     bits, ready, base = mask or (0, 0, 0)
-    packed = struct.pack("<fifiQQQ", temperature, top_k, top_p, base, seed, bits, ready)
+    drawn = (0.0, 0, 0.0, base, 0)
+    log_min_p = 0.0
+    if params.temperature > 0:
+        top_k = min(params.top_k, 2**31 - 1)
+        drawn = (params.temperature, top_k, params.top_p, base, seed)
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    address = operands.address(adjustments)
+    packed = struct.pack("<fifiQQQQfi", *drawn, bits, ready, address, log_min_p, 0)
     return struct.unpack(f"<{SAMPLING_WORDS}i", packed)
 
 
@@ -74,7 +82,8 @@ def select_token(
 
     A slot s whose sampling[s] has a temperature gets a token drawn for position length + 1 instead,
     as by engine.sampler.sample; `sampling` is int32 [slots, SAMPLING_WORDS] (sampling_words). One
-    with a TokenMask gets one of the tokens that are allowed, once the mask is there.
+    with a TokenMask gets one of the tokens that are allowed, once the mask is there; one with
+    `adjustments` gets one by these.
     Logits have a 16-bit dtype; `tokens`, `lengths` and `slots` are int32 [N] on the GPU, `log` is
     int32 [slots, depth] on the GPU or in page-locked memory. A row's token is also written to
     log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite, or NONE_ALLOWED;

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dakrun.config import ModelConfig, SamplingParams
+from dakrun.config import ADJUSTING, ModelConfig, SamplingParams
 from dakrun.errors import UsageError
 from dakrun.models.files import safetensors_files
 from dakrun.requests.files import replacement
@@ -63,13 +63,19 @@ def make_fingerprint(
         "format": row_format,
         "model": model,
         "weights": weights or "random",
-        "sampling": {k: v for k, v in asdict(params).items() if k != "n"},  # rows have their own
+        "sampling": _sampling(params),
         "max_model_len": max_model_len,
         "reasoning": reasoning,
         _STARTED: datetime.now().isoformat(timespec="seconds"),
         **_texts(tokenizer_directory or directory, chat_template),
     }
     return dict(json.loads(json.dumps(fingerprint)))  # lists for tuples, as when read
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """The parameters but `n`, of which rows have their own, and options that change nothing."""
+    neutral = {"n": params.n, **{name: getattr(SamplingParams(), name) for name in ADJUSTING}}
+    return {k: v for k, v in asdict(params).items() if k not in neutral or v != neutral[k]}
 
 
 def _texts(directory: Path | None, chat_template: str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from dakrun.config import SEED_BITS, SamplingParams
+from dakrun.config import ADJUSTING, SEED_BITS, SamplingParams
 from dakrun.errors import is_neutral
 from dakrun.requests.json_rows import flag, json_kind, names
 from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
@@ -16,7 +16,7 @@ from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Logprobs, Reply, RowError, TokenLogprob
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", *ADJUSTING)
 NATIVE_FIELDS = (
     *("id", *PROMPT_FIELDS, "max_tokens"),
     *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs"),

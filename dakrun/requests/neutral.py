@@ -22,7 +22,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
 }
 OF_MESSAGES: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "annotations": ([],)}
 _INTEGERS = (
-    *("max_tokens", "max_completion_tokens", "n", "top_k", "seed"),
+    *("max_tokens", "max_completion_tokens", "n", "top_k", "seed", "min_tokens"),
     *("logprobs", "top_logprobs", "prompt_logprobs"),
 )
 

@@ -4,7 +4,8 @@ Knows token ids, lengths and the tokenizer; knows neither files nor row formats.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from dakrun.config import SamplingParams
@@ -77,10 +78,37 @@ class PromptRules:
             )
         return ids
 
-    def check_stop(self, params: SamplingParams) -> None:
-        """Refuse stop strings if there is no tokenizer to find them with."""
+    def checked_params(self, params: SamplingParams) -> SamplingParams:
+        """`params` with `bad_words` as token ids, if they suit the model.
+
+        A string is forbidden with and without a space before it. Raises BadRow for tokens that are
+        not in the vocabulary and for strings without a tokenizer, UsageError for too many tokens.
+        """
         if params.stop and self.tokenizer is None:
             raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
+        for token, _ in params.logit_bias:
+            self._check_token("logit_bias", token)
+        if not params.bad_words:
+            return params
+        spellings = dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word))
+        for token in chain.from_iterable(spellings):
+            self._check_token("bad_words", token)
+        return replace(params, bad_words=tuple(spellings))
+
+    def _check_token(self, option: str, token: int) -> None:
+        if token >= self.vocab_size:
+            outside = f"not in the model's vocabulary of {self.vocab_size}"
+            raise BadRow("invalid_field", f"{option} has token id {token}, {outside}")
+
+    def _spellings(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Token ids of a bad word."""
+        if not isinstance(word, str):
+            return [word]
+        if self.tokenizer is None:
+            raise BadRow("no_tokenizer", "bad_words as text need the model's tokenizer")
+        check_encodable(word, "a bad word")
+        text = word.lstrip()
+        return [self.tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}")]
 
 
 def check_encodable(text: str, what: str) -> None:

@@ -107,7 +107,7 @@ def _params_of_each(params: object, count: int) -> list[SamplingParams]:
 
 def _request(number: int, prompt: object, params: SamplingParams, rules: PromptRules) -> Request:
     try:
-        rules.check_stop(params)
+        params = rules.checked_params(params)
         text, ids, reply = _parsed(prompt, rules)
     except BadRow as bad:
         raise UsageError(f"prompt {number}: {bad}", hint="nothing was generated") from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dakrun.config import MAX_SIZE
+from dakrun.config import MAX_SIZE, SamplingParams
 from dakrun.requests import look_ahead
 from dakrun.requests.chat_template import PLAIN, TemplateOptions
 from dakrun.requests.lengths import chat_text, tokens_of
@@ -50,8 +50,9 @@ class EstimatedRules(PromptRules):
         """The texts of messages and tools."""
         return chat_text({"messages": messages, "tools": options.tools}) or ""
 
-    def check_stop(self, params: object) -> None:
-        """Accept stop strings, for which there may be a tokenizer."""
+    def checked_params(self, params: SamplingParams) -> SamplingParams:
+        """`params`: there may be a tokenizer for their strings, and any vocabulary."""
+        return params
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ def parse_row(
                     f"the row is {kind.name}, the rows before it are {row.kind.name}",
                 )
             parsed = kind.parse(content, defaults, rules)
-        rules.check_stop(parsed[0].params)
+        params = rules.checked_params(parsed[0].params)
+        if params is not parsed[0].params:
+            words = params.bad_words
+            parsed = [one._replace(params=replace(one.params, bad_words=words)) for one in parsed]
     except BadRow as bad:
         return _error(row, bad.code, str(bad), is_integer)
     except UsageError as bad:

@@ -16,13 +16,19 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class StopStrings:
     """Finds any of the strings `stop` in generated tokens; `decode` turns tokens into text.
 
-    They are not searched in the `thought` that the text may begin with.
+    They are not searched in the `thought` that the text may begin with, nor in its first `after`
+    tokens.
     """
 
     def __init__(
-        self, stop: tuple[str, ...], decode: Decode, thought: Thought | None = None
+        self,
+        stop: tuple[str, ...],
+        decode: Decode,
+        thought: Thought | None = None,
+        after: int = 0,
     ) -> None:
         self._stop, self._decode, self._thought = stop, decode, thought
+        self._after, self._skipped = after, 0  # tokens, and their characters once they are there
         # Finds the thought's end; None once the text is behind it, or has none.
         self._end = StopStrings((thought.markers.close,), decode) if stop and thought else None
         self._begun = thought is not None and thought.begun
@@ -38,9 +44,12 @@ class StopStrings:
         decode the last tokens, one per byte of the longest stop string and of one more character.
         All tokens are decoded to confirm a hit.
         """
-        if not self._stop or self._is_thinking(token_ids):
+        if not self._stop or self._is_thinking(token_ids) or len(token_ids) <= self._after:
             return False
-        last = list(islice(filter(self._has_text, reversed(token_ids)), self._window))[::-1]
+        if self._after and not self._skipped:
+            self._skipped = len(self._decode(token_ids[: self._after]))
+        new = islice(reversed(token_ids), len(token_ids) - self._after)
+        last = list(islice(filter(self._has_text, new), self._window))[::-1]
         for start in range(CHARACTER_BYTES):  # one of these starts at the start of a character
             text = self._decode(last[start:])
             if any(s in text for s in self._stop):
@@ -66,6 +75,6 @@ class StopStrings:
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string in it, or all of it."""
-        start = self._thought.end(text) if self._thought else 0
+        start = max(self._skipped, self._thought.end(text) if self._thought else 0)
         found = (at for s in self._stop if (at := text.find(s, start)) >= 0)
         return text[: min(found, default=None)]

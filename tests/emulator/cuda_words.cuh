@@ -25,6 +25,19 @@ inline int atomicAdd(int* to, int value) {
   return before;
 }
 
+inline uint32_t atomicAnd(uint32_t* to, uint32_t bits) {
+  const uint32_t before = *to;
+  *to &= bits;
+  return before;
+}
+
+inline float __fmul_rn(float a, float b) {
+  return a * b;
+}
+inline float __fsub_rn(float a, float b) {
+  return a - b;
+}
+
 inline void __syncwarp() {
   emulator::together<int, int>(0, [](const int* const*, int* const*) {});
 }
