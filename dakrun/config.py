@@ -241,7 +241,7 @@ class Workload:
 
 MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs and prompt_logprobs
 MAX_BIASES = 1024  # tokens in SamplingParams.logit_bias
-MAX_BAD_WORDS = 1024  # SamplingParams.bad_words, and their tokens in all
+MAX_BAD_TOKENS = 4096  # tokens of SamplingParams.bad_words, in all
 MAX_BIAS = 100.0
 # Options of SamplingParams by which the choice differs from that of the model's own logits.
 ADJUSTING = (
@@ -430,18 +430,12 @@ def _bad_words(given: object) -> tuple[str | tuple[int, ...], ...]:
         else:
             expected = "made of strings that are not blank and lists of token ids, not empty"
             raise invalid_value("bad_words", list(words), expected)
-    check_bad_words(found)
+    tokens = sum(1 if isinstance(word, str) else len(word) for word in found)
+    if tokens > MAX_BAD_TOKENS:
+        raise UsageError(
+            f"bad_words have {tokens} tokens", hint=f"at most {MAX_BAD_TOKENS} are supported"
+        )
     return tuple(found)
-
-
-def check_bad_words(words: Sequence[str | tuple[int, ...]]) -> None:
-    """Raise UsageError if there are too many, or too many tokens in those of token ids."""
-    tokens = sum(len(word) for word in words if not isinstance(word, str))
-    for count, what in ((len(words), "words"), (tokens, "tokens")):
-        if count > MAX_BAD_WORDS:
-            raise UsageError(
-                f"bad_words has {count} {what}", hint=f"at most {MAX_BAD_WORDS} are supported"
-            )
 
 
 def _logit_bias(given: object) -> tuple[tuple[int, float], ...]:

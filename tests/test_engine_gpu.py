@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import SamplingParams
 from dakrun.engine import Admission, GraphRunner, SwapSpace
+from dakrun.engine.adjustments import History, adjusted
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels.runtime import edge_kinds
@@ -281,6 +282,65 @@ def test_samples_do_not_depend_on_the_batch(model: tuple[Path, PreTrainedModel])
         with load(path, batch) as llm:
             results.append([c.token_ids for c in llm.generate(given, params)])
     assert results[0] == results[1]
+
+
+def test_options_do_not_depend_on_the_batch(
+    model: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on where weights lie, nor on copies from which requests go on; nor do they touch others.
+
+    Prompts are of one token, see above; a request takes two blocks.
+    """
+    path, _ = model
+    options: list[dict[str, object]] = [
+        {"repetition_penalty": 1.2},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.5, "min_p": 0.02},
+        {},
+        {"bad_words": [[i] for i in range(0, VOCAB, 2)], "min_tokens": 90, "stop_token_ids": [5]},
+        {"temperature": 1.0, "top_k": 50},
+        {"temperature": 0.7, "logit_bias": dict.fromkeys(range(1000), -9.0), "top_p": 0.9},
+    ]
+    params = [
+        SamplingParams(max_tokens=100, ignore_eos=True, **own)  # type: ignore[arg-type]
+        for own in options
+    ]
+    given = [[token] for token in range(3, 9)]
+    with load(path, 1) as llm:
+        alone = [llm.generate([g], p)[0].token_ids for g, p in zip(given, params, strict=True)]
+    assert len(set(alone[0])) > 50 and all(token % 2 for token in alone[3])
+    assert not set(alone[3][:90]) & {5}
+    with load(path, 6, offload_ratio=0.5) as llm:
+        assert [one.token_ids for one in llm.generate(given, params)] == alone
+        assert [one.token_ids for one in llm.generate(given[::-1], params[::-1])] == alone[::-1]
+        free = [one.token_ids for one in llm.generate(given, SamplingParams(max_tokens=100))]
+        assert free[2] == alone[2], "a slot keeps no options of its last request"
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 6, 8), ("host", 0, 0)))
+    with load(path, 6, offload_ratio=0.2, kv_offload_ratio=0.0) as llm:
+        llm.engine.preemption.swap = SwapSpace(llm.engine.runner.cache, 16)
+        llm.engine.preemption.swap.open()
+        llm.engine.preemption.swap.wait()
+        assert [one.token_ids for one in llm.generate(given, params)] == alone
+        assert llm.engine.stats.swapped > 0
+
+
+@torch.no_grad()
+def test_penalties_are_those_of_the_tokens_before(model: tuple[Path, PreTrainedModel]) -> None:
+    """Each token is the largest of transformers' logits with the penalties of all before it."""
+    path, reference = model
+    params = SamplingParams(
+        max_tokens=NEW, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3,
+        min_tokens=NEW, bad_words=[[7], [9, 8]], logit_bias={11: 1.0},
+    )  # fmt: skip
+    given = prompts(12)
+    with load(path, 8, offload_ratio=0.3) as llm:
+        found = [one.token_ids for one in llm.generate(given, params)]
+    for prompt, tokens in zip(given, found, strict=True):
+        ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+        logits = reference(ids).logits[0, len(prompt) - 1 : -1].float()
+        for step, token in enumerate(tokens):
+            own = adjusted(logits[step], params, History(prompt, tokens[:step], ()))
+            assert own.max() - own[token] < 0.1 * logits.std(), "beyond what float16 rounds"
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
