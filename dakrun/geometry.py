@@ -31,6 +31,7 @@ KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a", "sm_121a")  # that kernels are
 
 # SplitK_GEMM
 SPLITK_MAX_ROWS = 64  # rows of X in one launch
+SPLITK_UNITS_MAX_ROWS = 16  # the same where W has units, which take more registers
 SPLITK_X_TILES = (1, 2, 4, 8)  # kernel variants by their number of tiles of 8 rows of X
 SPLITK_MAX_STAGES = 16
 SPLITK_THREADS = 128 * WARPGROUPS + 2 * 32  # per CTA: warpgroups that multiply, two warps that copy

@@ -16,7 +16,7 @@ constexpr int kAtomK = ATOM_COLS;
 #define WIDE 0
 #endif
 #ifndef SETS
-#define SETS (TILES == 1 ? 4 : TILES == 2 ? 2 : 1)
+#define SETS (CODE ? 1 : TILES == 1 ? 4 : TILES == 2 ? 2 : 1)
 #endif
 constexpr int kXRows = kRowsPerBlock * (WIDE ? TILE_ROW_BLOCKS : TILES);
 constexpr int kTileRowBlocks = WIDE ? TILES : TILE_ROW_BLOCKS;

@@ -24,12 +24,16 @@
 //
 // Warpgroups: groups of more than 8 row blocks are divided between them, so that X is read once for
 // both. Smaller groups they take in turns, one in its epilogue while the other multiplies; with
-// TILES == 8, where X is the larger operand, they may have two groups at once.
+// TILES == 8, where X is the larger operand, they may have two groups at once. W of fewer bits has
+// consumers of its own (splitk_units.cuh).
 
-#include "gemm_multiply.cuh"
 #include "splitk_combine.cuh"
 #include "splitk_epilogue.cuh"
 #include "splitk_producer.cuh"
+#if CODE
+#include "splitk_units.cuh"
+#else
+#include "gemm_multiply.cuh"
 
 constexpr int kTurnBarrier = 1;  // and 2: where a warpgroup waits for its turn
 constexpr int kNormBarrier = 3;  // where they wait for the moments of X
@@ -110,10 +114,11 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     epilogue.store(acc, moments);
   }
 }
+#endif
 
 // Two CTAs share an SM, one of this launch and one of the next; with mma and the largest N the
 // registers of two would spill.
-#if TILES == 8 && !WGMMA
+#if TILES == 8 && !CODE && !WGMMA
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;

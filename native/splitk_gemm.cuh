@@ -13,6 +13,11 @@ constexpr bool kPairs = TILES == 8;  // stages may have two groups: X is then th
 constexpr bool kHalves = kPairs && !NORM;
 constexpr bool kMixes = MIXES;
 static_assert(!kMixes || !kPairs, "a stage's two groups are of one tier");
+static_assert(!kHasUnits || TILES <= 2 && !NORM, "units: at most 16 rows of X, and no norm");
+
+// With units, the warps of a warpgroup divide K. They exchange partial sums in shared memory: a part
+// of 16 rows of W for each warp, twice.
+constexpr int kSumsBytes = kHasUnits ? 2 * kConsumers * TILES * 16 : 0;
 
 enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 

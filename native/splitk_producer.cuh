@@ -27,7 +27,7 @@ struct WeightWalk {
   __device__ __forceinline__ bool done() const { return at.done(); }
   // Bytes of the current stage, which lie together.
   __device__ __forceinline__ uint32_t bytes() const {
-    return row_blocks * min(at.stage_atoms, atoms_left) * kAtomBytes;
+    return row_blocks * min(at.stage_atoms, atoms_left) * kWAtomBytes;
   }
   __device__ __forceinline__ void next() {
     from += bytes();
@@ -46,15 +46,15 @@ struct WeightWalk {
     row_blocks = at.row_blocks();
     wave_row_blocks = min(at.wave_row_blocks, at.tier_row_blocks - wave);  // fewer in the last wave
     step = ptx::load_address(at.args.addresses + at.tier) +
-           static_cast<int64_t>(wave) * k_end * kAtomBytes;
-    if (kHalves) step += static_cast<int64_t>(wave_row_blocks * at.k) * kAtomBytes;
+           static_cast<int64_t>(wave) * k_end * kWAtomBytes;
+    if (kHalves) step += static_cast<int64_t>(wave_row_blocks * at.k) * kWAtomBytes;
     begin_step();
   }
   __device__ __forceinline__ void begin_step() {
     atoms_left = min(step_atoms, k_end - at.k);
     // A wave's step is below 2 GiB.
-    from = step + static_cast<uint32_t>(group_start * atoms_left * kAtomBytes);
-    step += static_cast<uint32_t>(wave_row_blocks * atoms_left * kAtomBytes);
+    from = step + static_cast<uint32_t>(group_start * atoms_left * kWAtomBytes);
+    step += static_cast<uint32_t>(wave_row_blocks * atoms_left * kWAtomBytes);
   }
 };
 

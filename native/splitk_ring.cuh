@@ -14,6 +14,8 @@ __device__ __forceinline__ bool is_copying_thread() {
 }
 
 // A stage is W, [groups][atoms][row blocks][8 rows][128 bytes], then X, [atoms][rows][128 bytes].
+// With units W is [units][row blocks][unit] and padding: X is aligned to 1 KiB. The consumers'
+// partial sums lie before the first stage.
 // With a congestion window X has a barrier of its own, so that the W producer sees W land.
 struct Ring {
   Barriers full_barrier;    // [stages]: W has landed; if there is no window, X too
@@ -29,14 +31,15 @@ struct Ring {
       : full_barrier{in_register(ptx::smem_address(barriers))},
         x_full_barrier{full_barrier[kMaxStages]},
         empty_barrier{full_barrier[2 * kMaxStages]},
-        smem_first(in_register(ptx::smem_address(smem))),
+        smem_first(in_register(ptx::smem_address(smem)) + kSumsBytes),
         stages(tier.stages),
-        group_bytes(tier.group_row_blocks * tier.stage_atoms * kAtomBytes),
-        w_bytes((kPairs ? tier.groups : 1) * group_bytes),
+        group_bytes(tier.group_row_blocks * tier.stage_atoms * kWAtomBytes),
+        w_bytes(kHasUnits ? (group_bytes + 1023) / 1024 * 1024
+                          : (kPairs ? tier.groups : 1) * group_bytes),
         stage_bytes(w_bytes + tier.stage_atoms * kXAtomBytes),
         windowed(tier.window < tier.stages),
         divided(tier.group_row_blocks > kTileRowBlocks),
-        shared(divided || kPairs && tier.groups == 2 || has_halves(args)) {}
+        shared(kHasUnits || divided || kPairs && tier.groups == 2 || has_halves(args)) {}
 
   // By the W producer. Initialises all kMaxStages: a loop over `stages` is slower.
   __device__ __forceinline__ void initialize_full() const {

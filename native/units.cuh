@@ -61,20 +61,21 @@ __device__ __forceinline__ uint32_t with_nans(uint32_t pair, uint32_t word, int 
   return pair | (top & 0x8000 ? 0x7fff : 0) | (top & 0x80000000 ? 0x7fff0000 : 0);
 }
 
-// Scales and zeros of a row of a unit.
+// Scales and zeros of a row of an atom. Steps are of 16 columns.
 struct RowScales {
-  static constexpr int kBytes = kUnitGroups * SCALE_BYTES;
+  static constexpr int kGroups = GROUP < ATOM_COLS ? ATOM_COLS / GROUP : 1;
+  static constexpr int kBytes = kGroups * SCALE_BYTES;
 
-  uint32_t scales[(kBytes + 3) / 4], zeros[(kUnitGroups + 1) / 2];
+  uint32_t scales[(kBytes + 3) / 4], zeros[(kGroups + 1) / 2];
   float factor;
 
-  __device__ __forceinline__ RowScales(const uint8_t* unit, int row) {
-    load<kBytes>(unit + kScalesAt + row * kBytes, scales);
-    if (ZEROS) load<2 * kUnitGroups>(unit + kZerosAt + row * 2 * kUnitGroups, zeros);
+  __device__ __forceinline__ RowScales(const uint8_t* unit, int atom, int row) {
+    const int first = row * kUnitGroups + atom * ATOM_COLS / GROUP;
+    load<kBytes>(unit + kScalesAt + first * SCALE_BYTES, scales);
+    if (ZEROS) load<2 * kGroups>(unit + kZerosAt + first * 2, zeros);
     if (SCALE_BYTES == 1) factor = reinterpret_cast<const float*>(unit + kFactorsAt)[row];
   }
 
-  // The scale of columns from 16 * step on.
   __device__ __forceinline__ float scale(int step) const {
     const int group = step * 16 / GROUP;
     if (SCALE_BYTES == 4) return __uint_as_float(scales[group]);
@@ -100,7 +101,9 @@ struct RowScales {
  private:
   template <int bytes>
   __device__ __forceinline__ static void load(const uint8_t* from, uint32_t* to) {
-    if (bytes == 2) {
+    if (bytes == 1) {
+      to[0] = *from;
+    } else if (bytes == 2) {
       to[0] = *reinterpret_cast<const uint16_t*>(from);
     } else if (bytes == 4) {
       to[0] = *reinterpret_cast<const uint32_t*>(from);
@@ -118,14 +121,11 @@ struct RowScales {
   }
 };
 
-// A lane's pairs of an atom: those of columns 8 i + 2t and 8 i + 2t + 1 of its row.
-struct Pairs {
-  uint32_t of[kAtomChunks];
+// A lane's codes of an atom.
+struct Codes {
+  uint32_t words[kAtomWords];
 
-  // Of atom `atom` of a unit, without scales.
-  __device__ __forceinline__ Pairs(const uint8_t* unit, int atom, int lane,
-                                   const RowScales& scales) {
-    uint32_t words[kAtomWords];
+  __device__ __forceinline__ Codes(const uint8_t* unit, int atom, int lane) {
     const uint8_t* const from = unit + atom * kCodesBytes + lane * 4 * kAtomWords;
     if (kAtomWords == 2) {
       const uint2 both = *reinterpret_cast<const uint2*>(from);
@@ -135,27 +135,48 @@ struct Pairs {
       words[0] = all.x, words[1] = all.y, words[kAtomWords - 2] = all.z;
       words[kAtomWords - 1] = all.w;
     }
-    uint32_t nans = 0;
+  }
+
+  // Lets the compiler compute what depends on the codes only behind this.
+  __device__ __forceinline__ void hold() {
 #pragma unroll
-    for (int i = 0; i < kAtomChunks; i++) {
-      const uint32_t word = words[i / kWordPairs];
-      of[i] = expanded(word, i % kWordPairs, scales.offset(4 * atom + i / 2));
-      if (CODE == kE4m3 && i % kWordPairs == 0) nans |= nans_of(word);
+    for (int i = 0; i < kAtomWords; i++)
+      words[i] = ptx::opaque(words[i]);
+  }
+  // The pairs of step `step`, of columns 16 * step + 2t and + 1, and + 8 and + 9, without scales.
+  __device__ __forceinline__ void expand(int step, const RowScales& scales,
+                                         uint32_t (&pairs)[2]) const {
+    const uint32_t word = words[step / kWordSteps], offset = scales.offset(step);
+    const int first = step % kWordSteps * 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      pairs[i] = expanded(word, first + i, offset);
+    if (CODE == kE4m3 && nans_of(word)) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        pairs[i] = with_nans(pairs[i], word, i);
     }
-    if (CODE == kE4m3 && nans) {
+  }
+};
+
+// A lane's pairs of an atom, scaled: those of columns 8 i + 2t and 8 i + 2t + 1 of its row.
+struct Pairs {
+  uint32_t of[kAtomChunks];
+
+  __device__ __forceinline__ Pairs(const uint8_t* unit, int atom, int lane) {
+    const RowScales scales(unit, atom, lane / 4);
+    const Codes codes(unit, atom, lane);
 #pragma unroll
-      for (int i = 0; i < kAtomChunks; i++)
-        of[i] = with_nans(of[i], words[i / kWordPairs], i % kWordPairs);
+    for (int step = 0; step < 4; step++) {
+      uint32_t both[2];
+      codes.expand(step, scales, both);
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        of[2 * step + i] = scaled(both[i], scales, step);
     }
   }
 
-  // Multiplies by the scales, and rounds once.
-  __device__ __forceinline__ void scale(int atom, const RowScales& scales) {
-#pragma unroll
-    for (int i = 0; i < kAtomChunks; i++)
-      of[i] = scaled(of[i], scales, 4 * atom + i / 2);
-  }
-
+  // Rounds once.
   __device__ __forceinline__ static uint32_t scaled(uint32_t pair, const RowScales& scales,
                                                     int step) {
     if (SCALE_BYTES == 2) return ptx::mul(pair, scales.scale_pair(step), Element());
@@ -180,7 +201,7 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
   const int atom = number / kAtomChunks, chunk = number % kAtomChunks;
   const auto* const words =
       reinterpret_cast<const uint32_t*>(unit + atom * kCodesBytes) + row * 4 * kAtomWords;
-  const RowScales scales(unit, row);
+  const RowScales scales(unit, atom, row);
   uint32_t pairs[4];
 #pragma unroll
   for (int t = 0; t < 4; t++) {
@@ -188,8 +209,8 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
     const uint32_t word = words[t * kAtomWords + chunk / kWordPairs];
     pairs[t] = 0;
 #pragma unroll
-    for (int i = 0; i < kUnitCols / 8; i++) {
-      if (i != number) continue;
+    for (int i = 0; i < kAtomChunks; i++) {
+      if (i != chunk) continue;
       uint32_t pair = expanded(word, i % kWordPairs, scales.offset(i / 2));
       if (CODE == kE4m3) pair = with_nans(pair, word, i % kWordPairs);
       pairs[t] = Pairs::scaled(pair, scales, i / 2);

@@ -29,10 +29,7 @@ struct UnpackArgs {
 __device__ __forceinline__ void load(uint4 (&to)[kHalves], const uint8_t* unit, int atom) {
   __shared__ uint4 staged[kThreads / 32][kAtomBytes / 16];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const RowScales scales(unit, lane / 4);
-  Pairs pairs(unit, atom, lane, scales);
-  pairs.scale(atom, scales);
-  pairs.store(ptx::smem_address(staged[warp]), lane);
+  Pairs(unit, atom, lane).store(ptx::smem_address(staged[warp]), lane);
   __syncwarp();
 #pragma unroll
   for (int half = 0; half < kHalves; half++)

@@ -2,7 +2,14 @@
 
 from typing import Literal
 
-from dakrun.geometry import ATOM_BYTES, ATOM_COLS, FEW_ROWS, SPLITK_MAX_ROWS
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ATOM_COLS,
+    FEW_ROWS,
+    SPLITK_MAX_ROWS,
+    SPLITK_UNITS_MAX_ROWS,
+    unit_atoms,
+)
 from dakrun.hardware import Card
 from dakrun.launches.splitk import tiles_for
 from dakrun.units import ceil_div
@@ -16,9 +23,15 @@ By = Literal["splitk", "tiled", "torch"]
 MAX_SKINNY_BYTES = 256 * 1024
 
 
-def few_rows(card: Card) -> int:
-    """Rows of X up to which SplitK_GEMM is the fastest kernel; above 64 it launches twice."""
-    return FEW_ROWS if card.tiled else 2 * SPLITK_MAX_ROWS
+def splitk_rows(atom_bytes: int) -> int:
+    """Rows of X in one launch of SplitK_GEMM, for a W whose atoms have `atom_bytes`."""
+    return SPLITK_UNITS_MAX_ROWS if unit_atoms(atom_bytes) > 1 else SPLITK_MAX_ROWS
+
+
+def few_rows(card: Card, atom_bytes: int = ATOM_BYTES) -> int:
+    """Rows of X up to which SplitK_GEMM is the fastest kernel; it may launch twice."""
+    most = splitk_rows(atom_bytes)
+    return min(FEW_ROWS, most) if card.tiled else 2 * most
 
 
 def kernel_for(
@@ -36,12 +49,12 @@ def kernel_for(
     both kernels take, SplitK_GEMM is chosen where an SM reads few bytes of X and W: then the tiled
     GEMM's longer start and end cost more than its products gain.
     """
-    most = few_rows(card)
-    if n <= (min(most, SPLITK_MAX_ROWS) if remote else most):  # two launches would read W twice
+    most, once = few_rows(card, atom_bytes), splitk_rows(atom_bytes)
+    if n <= (min(most, once) if remote else most):  # two launches would read W twice
         return "splitk"
     if not card.tiled:
         return "torch"
-    if n > SPLITK_MAX_ROWS:
+    if n > once:
         return "tiled"
     x, w = ATOM_BYTES * tiles_for(n), atom_bytes * ceil_div(row_blocks, card.sms)
     return "splitk" if cols * (x + w) <= MAX_SKINNY_BYTES * ATOM_COLS else "tiled"

@@ -18,8 +18,10 @@ from dakrun.geometry import (
     SPLITK_MAX_STAGES,
     SPLITK_X_TILES,
     TILE_ROW_BLOCKS,
+    WARPGROUPS,
     even_group,
     group_count,
+    unit_atoms,
 )
 from dakrun.hardware import Card
 from dakrun.launches.tiers import TierAccess
@@ -31,6 +33,7 @@ STEP_ATOMS = 8  # maximum atoms along K of a step; a half of K begins with a ste
 COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
 MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
+X_ALIGN = 1024  # bytes: X's swizzle
 COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last halves combine
 
 
@@ -129,7 +132,8 @@ def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
 
 def _step_cols(group: int, atom_bytes: int) -> int:
     """Columns of a step of up to STEP_BYTES: a power of two, so that stages divide it."""
-    atoms = max(1, min(STEP_ATOMS, STEP_BYTES // (atom_bytes * group)))
+    least = unit_atoms(atom_bytes)
+    atoms = max(least, min(STEP_ATOMS, STEP_BYTES // (atom_bytes * group)))
     return ATOM_COLS << (atoms.bit_length() - 1)
 
 
@@ -211,8 +215,8 @@ def ring(
 
     def stages_of(atoms: int) -> int:
         """Stages that fit."""
-        room = card.ring_bytes - _overread_bytes(row_blocks, atoms, x_tiles, atom_bytes)
-        stage = atoms * (atom_bytes * row_blocks + ATOM_BYTES * x_tiles)
+        room = card.ring_bytes - _beside_bytes(row_blocks, atoms, x_tiles, atom_bytes)
+        stage = _stage_bytes(row_blocks, atoms, x_tiles, atom_bytes)
         return min(SPLITK_MAX_STAGES, room // stage)
 
     step, window = split.step_cols // ATOM_COLS, tier.window_bytes
@@ -221,10 +225,11 @@ def ring(
     two = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
     groups = 2 if pairs and two and window is None else 1
     row_blocks = groups * split.group
+    least = unit_atoms(atom_bytes)
     options = [
         atoms
-        for atoms in range(1, step + 1)
-        if step % atoms == 0 and (atoms == 1 or stages_of(atoms) >= MIN_STAGES)
+        for atoms in range(least, step + 1, least)
+        if step % atoms == 0 and (atoms == least or stages_of(atoms) >= MIN_STAGES)
     ]
     copies = [atom_bytes * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
@@ -237,14 +242,23 @@ def ring(
 
 
 def ring_bytes(split: Split, ring: Ring, x_tiles: int, atom_bytes: int = ATOM_BYTES) -> int:
-    """Shared memory of a CTA: the stages, and the bytes that a warpgroup reads behind them."""
-    stage = ring.atoms * (atom_bytes * ring.groups * split.group + ATOM_BYTES * x_tiles)
-    return ring.stages * stage + _overread_bytes(split.group, ring.atoms, x_tiles, atom_bytes)
+    """Shared memory of a CTA: the stages, and what lies beside them."""
+    stage = _stage_bytes(ring.groups * split.group, ring.atoms, x_tiles, atom_bytes)
+    return ring.stages * stage + _beside_bytes(split.group, ring.atoms, x_tiles, atom_bytes)
 
 
-def _overread_bytes(row_blocks: int, atoms: int, x_tiles: int, atom_bytes: int) -> int:
-    """Bytes that a warpgroup reads behind the last stage.
+def _stage_bytes(row_blocks: int, atoms: int, x_tiles: int, atom_bytes: int) -> int:
+    """Bytes of W, with padding up to X, and of X."""
+    w = X_ALIGN * ceil_div(atom_bytes * atoms * row_blocks, X_ALIGN)
+    return w + ATOM_BYTES * atoms * x_tiles
 
-    It reads 64 rows of W also where a group has fewer; behind these, a stage has X.
+
+def _beside_bytes(row_blocks: int, atoms: int, x_tiles: int, atom_bytes: int) -> int:
+    """Bytes that a CTA needs beside the stages.
+
+    With units the warps exchange sums there. Else a warpgroup reads 64 rows of W also where a group
+    has fewer; behind these, a stage has X, and the last one these bytes.
     """
+    if unit_atoms(atom_bytes) > 1:
+        return 2 * WARPGROUPS * 128 * 16 * x_tiles
     return max(0, atom_bytes * (-row_blocks % TILE_ROW_BLOCKS) - ATOM_BYTES * atoms * x_tiles)

@@ -33,6 +33,7 @@ from dakrun.launches import (
     few_rows,
     gemm_config,
     kernel_for,
+    splitk_rows,
     tiled_config,
     tiles_for,
 )
@@ -106,13 +107,14 @@ class Products:
         L2 for a later product.
         """
         by = self.kernel_for(len(x), weight)
-        if norm != "none" and (by != "splitk" or len(x) > FEW_ROWS):
+        fuses = by == "splitk" and len(x) <= FEW_ROWS and not weight.format.macros
+        if norm != "none" and not fuses:
             x = normalize(x, torch.empty_like(x), norm, eps=eps, pdl=pdl, pad_grid=by == "splitk")
             norm = "none"
         if by == "torch":
             _unpacked(x, weight, out, bias, residual, activation)
             return
-        step = TILED_MAX_ROWS if by == "tiled" else SPLITK_MAX_ROWS
+        step = TILED_MAX_ROWS if by == "tiled" else splitk_rows(weight.format.atom_bytes)
         for first in range(0, len(x), step):
             rows = slice(first, first + step)
             part, to = x[rows], out[rows]

@@ -17,10 +17,13 @@ from dakrun.geometry import (
     MAX_TIERS,
     ROWS_PER_BLOCK,
     SPLITK_THREADS,
+    SPLITK_UNITS_MAX_ROWS,
     SPLITK_X_TILES,
+    UNIT_ATOMS,
+    UNIT_COLS,
 )
 from dakrun.hardware import LOCAL
-from dakrun.kernels.gemm.packed_matrix import addresses
+from dakrun.kernels.gemm.packed_matrix import addresses, atom_count
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.operands import CtaOrder, address, fields, ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map
@@ -116,7 +119,8 @@ def splitk_gemm(
     even rows of `weight` are gates and odd rows ups, out [N, M / 2] = silu(x gate^T) * (x up^T).
     With `pdl` the launch may start while its predecessor ends, and reads weights meanwhile.
     `ahead`, uint8 1-D in the GPU's own memory, is prefetched into L2 as this launch ends. Halves of
-    K need a `workspace` and no norm.
+    K need a `workspace` and no norm. A W of fewer than 16 bits needs at most
+    SPLITK_UNITS_MAX_ROWS rows of x, and no norm.
     Raises ValueError if an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
@@ -128,7 +132,12 @@ def splitk_gemm(
     ):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
     _check_halves(config, workspace, k, normalised=norm != "none")
-    atoms = ceil_div(k, ATOM_COLS)
+    if weight.format.macros and (n > SPLITK_UNITS_MAX_ROWS or norm != "none"):
+        raise ValueError(
+            f"expected at most {SPLITK_UNITS_MAX_ROWS} rows of x and no norm for "
+            f"{weight.format.name} weights, got {n} rows and norm {norm}"
+        )
+    atoms = atom_count(k, weight.format)
     used = zip(config.splits, config.rings, strict=True)
     common = math.gcd(*(ring.atoms for split, ring in used if split.row_blocks))
     x_atoms = 1 if k % ATOM_COLS else common
@@ -202,8 +211,8 @@ def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
     part, ring = weight.parts[0], config.rings[0]
     if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
         return None
-    elements = part.format.arrays(ATOM_COLS)[0]
-    first = part.split.wave * ring.atoms * ring.stages * elements.row_block_bytes
+    elements = part.format.arrays(UNIT_COLS)[0].row_block_bytes // UNIT_ATOMS  # of an atom
+    first = part.split.wave * ring.atoms * ring.stages * elements
     found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
     return found if found.numel() else None
 

@@ -1,0 +1,167 @@
+// The consumers of SplitK_GEMM for a W of 4 or 8 bits: all 8 warps multiply each group with mma.
+//
+//   each warpgroup has half of the group's pairs of row blocks, each of its four warps a quarter of K:
+//     for each stage: wait for it
+//       if it has a unit of the warp's quarter, which is every fourth one:
+//         for each pair of row blocks:
+//           for each group of columns: sums = W X^T; acc += scales * sums
+//       release it
+//   the four warps add their sums, (0 + 1) + (2 + 3); warp i has the outputs of pair i
+//
+// Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
+// and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
+// exactly, and scales are applied to the sums in float32.
+#pragma once
+
+#include "splitk_epilogue.cuh"
+#include "splitk_ring.cuh"
+#include "splitk_scheduler.cuh"
+#include "units.cuh"
+
+constexpr int kShares = kWarpgroup / 32;          // of K
+constexpr int kWarpPairs = kTileRowBlocks / 2;    // pairs of row blocks of a warp, at most
+static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
+// A product waits for the one before it with the same sums: with one tile of X there are two sets.
+constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
+constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
+
+using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
+
+// acc += W X^T for a unit of two row blocks, and 128 columns of X from shared address `x` on.
+__device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, Sums& acc) {
+  const int lane = opaque_lane();
+  const uint8_t* const below = w + kUnitBytes;
+  x += lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);  // as in gemm_multiply.cuh
+  float2 sums[kSets][2 * TILES];
+#pragma unroll
+  for (int atom = 0; atom < kUnitAtoms; atom++, x += kXAtomBytes) {
+    const RowScales top(w, atom, lane / 4), bottom(below, atom, lane / 4);
+    Codes above(w, atom, lane), under(below, atom, lane);
+    uint32_t b[TILES][4];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      const int number = GROUP > kAtomK ? 4 * atom + step : step, set = step % kSets;
+      if (step % 2 == 0) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+          ptx::ldmatrix_x4(b[tile], (x ^ 32 * step) + tile * 8 * 128);
+      }
+      if (number * 16 % GROUP < kSets * 16) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+          sums[set][i] = {0.0f, 0.0f};
+      }
+      // Opaque: all pairs at once would take too many registers.
+      above.hold(), under.hold();
+      uint32_t a[2], c[2];
+      above.expand(step, top, a);
+      under.expand(step, bottom, c);
+      const uint32_t of_w[4] = {a[0], c[0], a[1], c[1]};
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        ptx::mma(sums[set][2 * tile], sums[set][2 * tile + 1], of_w, b[tile][step % 2 * 2],
+                 b[tile][step % 2 * 2 + 1], Element());
+      }
+      if ((number + 1) * 16 % GROUP) continue;
+      const float scales[2] = {top.scale(step), bottom.scale(step)};
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; i++) {
+        float2 sum = sums[0][i];
+        if (kSets == 2) sum.x += sums[kSets - 1][i].x, sum.y += sums[kSets - 1][i].y;
+        acc[i].x += scales[i % 2] * sum.x, acc[i].y += scales[i % 2] * sum.y;
+      }
+    }
+  }
+}
+
+// The sums of the four warps for pair `share` of the warpgroup's `count` pairs, two pairs at a time;
+// sums[i] are the warp's own for pair i.
+__device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int warpgroup, int share,
+                                       int count, Sums& total) {
+  constexpr int kPart = 32 * TILES;  // of a warp, for a pair
+  float4* const parts = reinterpret_cast<float4*>(smem) + warpgroup * 2 * kShares * kPart +
+                        threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kWarpPairs; first += 2) {
+    if (first >= count) break;
+    // The parts before have been read.
+    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+      const Sums& of = sums[first + i / TILES];
+      const float2 top = of[i % TILES * 2], bottom = of[i % TILES * 2 + 1];
+      parts[share * 2 * kPart + 32 * i] = {top.x, top.y, bottom.x, bottom.y};
+    }
+    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
+    if (share / 2 != first / 2) continue;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      float4 of[kShares];
+#pragma unroll
+      for (int from = 0; from < kShares; from++)
+        of[from] = parts[(2 * from + share % 2) * kPart + 32 * i];
+      total[2 * i].x = (of[0].x + of[1].x) + (of[2].x + of[3].x);
+      total[2 * i].y = (of[0].y + of[1].y) + (of[2].y + of[3].y);
+      total[2 * i + 1].x = (of[0].z + of[1].z) + (of[2].z + of[3].z);
+      total[2 * i + 1].y = (of[0].w + of[1].w) + (of[2].w + of[3].w);
+    }
+  }
+}
+
+// Every warp waits for every stage and releases it: a barrier only tells of the last copy into its
+// stage, so no warp may be left behind by more than a ring.
+__device__ __forceinline__ void wait_for(const Ring& ring, const RingPosition& stage) {
+  wait_barrier(ring.full_barrier[stage.stage], stage.parity);
+  if (ring.windowed) wait_barrier(ring.x_full_barrier[stage.stage], stage.parity);
+}
+__device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
+  __syncwarp();
+  if (arrives_for_warp()) ptx::mbarrier_arrive(ring.empty_barrier[stage.stage]);
+  stage.advance(ring.stages);
+}
+
+__device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
+                                        int tier_of_cta, int warp, const Moments& moments) {
+  const int warpgroup = warp / kShares, share = warp % kShares;
+  const Tier& tier = args.tiers[tier_of_cta];
+  const int units = args.k / kUnitCols, stage_units = tier.stage_atoms / kUnitAtoms;  // 1, 2 or 4
+  RingPosition stage;
+  Scheduler at(args, tier_of_cta);
+  ptx::wait_for_dependencies();
+  for (; !at.done(); at.next_group()) {
+    const int row_blocks = at.row_blocks(), pairs = (row_blocks + 1) / 2, half = (pairs + 1) / 2;
+    const int first = warpgroup * half, count = min(half, pairs - first);
+
+    Sums sums[kWarpPairs] = {};
+    int k = 0;  // the current stage's first unit
+    const auto pass_until = [&](int unit) {
+#pragma unroll 1
+      for (; k < unit; k += stage_units) {
+        wait_for(ring, stage);
+        release(ring, stage);
+      }
+    };
+#pragma unroll 1
+    for (int unit = share; unit < units; unit += kShares) {
+      pass_until(unit & -stage_units);
+      wait_for(ring, stage);
+      const uint32_t w = ring.smem_w(stage.stage) + ((unit - k) * row_blocks + 2 * first) * kUnitBytes;
+      const uint32_t x = ring.smem_x(stage.stage) + (unit - k) * kUnitAtoms * kXAtomBytes;
+#pragma unroll
+      for (int i = 0; i < kWarpPairs; i++) {
+        if (i < count)
+          multiply(smem + (w - ptx::smem_address(smem)) + 2 * i * kUnitBytes, x, sums[i]);
+      }
+      release(ring, stage);
+      k += stage_units;
+    }
+    pass_until(units);
+
+    // Stores the outputs of a pair. Its loads take about as long as the exchange of sums.
+    const int own = 2 * (first + share), row_block = at.first_row_block + at.row_block + own;
+    const Epilogue epilogue(args, row_block * kRowsPerBlock, share < count ? row_blocks - own : 0);
+    Accumulators acc;
+    reduce(sums, warpgroup, share, count, acc.tile[0]);
+    epilogue.store(acc, moments);
+  }
+}
