@@ -66,7 +66,8 @@ struct RowScales {
   static constexpr int kGroups = GROUP < ATOM_COLS ? ATOM_COLS / GROUP : 1;
   static constexpr int kBytes = kGroups * SCALE_BYTES;
 
-  uint32_t scales[(kBytes + 3) / 4], zeros[(kGroups + 1) / 2];
+  // Not empty either where the elements of 16 bits have no scales.
+  uint32_t scales[kBytes > 4 ? kBytes / 4 : 1], zeros[(kGroups + 1) / 2];
   float factor;
 
   __device__ __forceinline__ RowScales(const uint8_t* unit, int atom, int row) {
