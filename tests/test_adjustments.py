@@ -21,6 +21,7 @@ from dakrun.engine.adjustments import History, adjusted
 from dakrun.geometry import NO_TOKEN, NONE_ALLOWED
 from dakrun.kernels import SAMPLING_WORDS, adjustments, sampling_words, select_token
 from dakrun.kernels.runtime import DTYPES
+from dakrun.plan.ops import adjustment_bytes
 
 VOCAB = 60
 PROMPT, TOKENS, ENDS = (3, 5, 5, 9, 7), [5, 11, 5, 40, 9, 7], (2, 50)
@@ -206,6 +207,16 @@ def test_the_kernel_chooses_as_torch(
         for row, token in zip(past, wanted, strict=True):
             row.tokens.append(token)  # type: ignore[attr-defined]
     assert len(kept) == n
+
+
+def test_their_memory_is_what_the_plan_has() -> None:
+    """Besides the header, and lists of forbidden tokens."""
+    for vocabulary in (7, 1001, 33000):
+        _, tables = sampling_of(ROWS, histories(vocabulary), vocabulary, "cpu", 300)
+        for params, past, table in zip(ROWS, histories(vocabulary), tables, strict=True):
+            tokens = len(past.prompt) + len(past.tokens) + 300
+            lists = 3 * sum(len(word) for word in params.bad_words) + 2
+            assert 4 * table.numel() <= adjustment_bytes(tokens, vocabulary) + 48 + 4 * lists
 
 
 def test_penalties_that_overflow_leave_no_token(kernel_device: str) -> None:

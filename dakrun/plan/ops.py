@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
+from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
 from dakrun.formats import PACKED16, KVLayout, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Linear, Matrix, Scope
 from dakrun.units import ceil_div
 
+BYTES_PER_ADJUSTED = 16  # of a token with a logit of its own: token, count, bias, logit
 RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
 # The driver maps page-locked memory in pages of 4 KiB, with 8 bytes for each, which makes 512;
 # measured on an H200 for 19 and 49 GiB, 480 to 510 and some 20 MiB beside, which 400 covers.
@@ -236,10 +237,12 @@ def vector_bytes(model: ModelConfig) -> int:
 def activation_bytes(
     model: ModelConfig, workload: Workload, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> int:
-    """Upper estimate of activations: the largest pass and the batch's logits.
+    """Upper estimate of activations: the largest pass, the batch's logits, and what chooses tokens.
 
     It covers a pass of `chunk_tokens` on the kernels, and one of PREFILL_CHUNK_TOKENS in plain
-    torch, which needs more memory per token.
+    torch, which needs more memory per token. Plain torch chooses tokens with float32 copies of the
+    logits; the kernels with tables of the requests that ask for penalties, which are made only for
+    these (dakrun/kernels/adjustments.py).
     """
     size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
     tokens = pass_tokens(workload, PREFILL_CHUNK_TOKENS)
@@ -253,8 +256,14 @@ def activation_bytes(
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
     in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
-    logits = workload.batch_size * model.vocab_size
-    return max(in_torch, in_kernels) + 3 * logits * 4
+    logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
+    tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
+    return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables)
+
+
+def adjustment_bytes(max_model_len: int, vocabulary: int) -> int:
+    """Most bytes of the tokens that a request of up to `max_model_len` counts for penalties."""
+    return BYTES_PER_ADJUSTED * min(max_model_len + MAX_BIASES, vocabulary)
 
 
 def reserve_bytes(host_bytes: int) -> int:
