@@ -27,7 +27,7 @@ from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels import adjustments, sampling_words
+from dakrun.kernels import adjustments, sampling_words, without_options
 from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
 from dakrun.kernels.runtime import (
     capture,
@@ -255,6 +255,8 @@ class GraphRunner:
         """
         length = min(length, self._positions - 1)
         decode, bucket = self._decode, self._buckets[-1]
+        self._sampling = {slot: without_options(own) for slot, own in self._sampling.items()}
+        decode.sampling.copy_(torch.tensor(list(self._sampling.values()), dtype=torch.int32))
         self._mapped = []
         decode.slots.copy_(self._on_gpu(range(sum(bucket))))
         decode.spilled.copy_(self._on_gpu(self.cache.pretend(length + 1)))

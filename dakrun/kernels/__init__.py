@@ -17,6 +17,7 @@ from dakrun.kernels.select_token import (
     mask_words,
     sampling_words,
     select_token,
+    without_options,
 )
 from dakrun.kernels.store_kv import store_kv
 from dakrun.kernels.unpack import unpack
@@ -52,4 +53,5 @@ __all__ = [
     "store_kv",
     "unpack",
     "variants",
+    "without_options",
 ]

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
 from dakrun.config import SamplingParams
 
 _IN_PROMPT = 1 << 30
+_HEADER_WORDS = 12
 
 
 def adjustments(
@@ -48,16 +50,23 @@ def adjustments(
     ring = [-1] * recent
     for position in range(max(0, end - recent), end):
         ring[position % recent] = last[position - end]
+    capacity = len(counts) + room
     header = struct.pack(
         "<9i3f", len(prompt) + params.min_tokens, len(stops), len(words), sum(map(len, words)),
-        recent, len(biases), len(counts) + room, len(counts), params.penalizes,
+        recent, len(biases), capacity, len(counts), params.penalizes,
         params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
     )  # fmt: skip
-    empty = [0] * room
-    integers = (
-        *stops, *accumulate(map(len, words)), *chain.from_iterable(words), *ring,
-        *counts, *empty, *counts.values(), *empty,
-    )  # fmt: skip
-    floats = (*biases.values(), *[0.0] * (len(counts) + room))
-    packed = struct.pack(f"<{len(integers)}i{len(floats)}f", *integers, *floats)
-    return torch.frombuffer(bytearray(header + packed), dtype=torch.int32)
+    lists = [*stops, *accumulate(map(len, words)), *chain.from_iterable(words), *ring]
+    biased = np.fromiter(biases.values(), np.float32, len(biases)).view(np.int32)
+    parts = (
+        (np.frombuffer(header, np.int32), _HEADER_WORDS),
+        (lists, len(lists)),
+        (list(counts), capacity),
+        (list(counts.values()), capacity),
+        (biased, len(biased) + capacity),
+    )
+    packed, first = np.zeros(sum(size for _, size in parts), np.int32), 0
+    for values, size in parts:
+        packed[first : first + len(values)] = values
+        first += size
+    return torch.from_numpy(packed)

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,11 @@ def sampling_words(
     address = operands.address(adjustments)
     packed = struct.pack("<fifiQQQQfi", *drawn, bits, ready, address, log_min_p, 0)
     return struct.unpack(f"<{SAMPLING_WORDS}i", packed)
+
+
+def without_options(words: Sequence[int]) -> tuple[int, ...]:
+    """sampling_words without a mask and adjustments, whose memory may have been freed."""
+    return (*words[:6], *[0] * 6, *words[12:])
 
 
 def select_token(
