@@ -52,14 +52,14 @@ def test_a_greedy_run_says_what_the_model_suggests(folder: Path) -> None:
     assert "generation_config" not in run("--temperature", "0.5").stderr
     suggest("model", do_sample=False)
     assert "generation_config" not in run().stderr
-    suggest("model", repetition_penalty=1.1)
-    said = "suggests repetition_penalty 1.1, of which repetition_penalty is not supported"
-    assert said in run().stderr
+    suggest("model", num_beams=4)
+    assert "suggests num_beams 4, of which num_beams is not supported" in run().stderr
 
 
 def test_auto_and_a_folder_take_it_and_given_options_come_first(folder: Path) -> None:
     suggest("model", **SAMPLED)
     suggest("other", do_sample=True, top_k=7)
+    suggest("penalty", repetition_penalty=1.1, min_p=0.0)
     for flags, wanted in (
         (("auto",), (0.7, 0, 0.9)),
         (("auto", "--top-p", "0.5"), (0.7, 0, 0.5)),
@@ -71,14 +71,16 @@ def test_auto_and_a_folder_take_it_and_given_options_come_first(folder: Path) ->
         assert result.exit_code == 0, result.output
         found = sampling()
         assert (found["temperature"], found["top_k"], found["top_p"]) == wanted
-        assert found["max_tokens"] == 3
+        assert found["max_tokens"] == 3 and "min_p" not in found
+    assert run("--generation-config", "penalty").exit_code == 0
+    assert (sampling()["temperature"], sampling()["repetition_penalty"]) == (0, 1.1)
 
 
 def test_what_cannot_be_taken_is_refused(folder: Path) -> None:
-    suggest("penalty", do_sample=True, repetition_penalty=1.1)
+    suggest("beams", do_sample=True, num_beams=4)
     suggest("hot", do_sample=True, temperature="high")
     for place, code, said in (
-        ("penalty", 3, "asks for repetition_penalty 1.1, which is not supported"),
+        ("beams", 3, "asks for num_beams 4, which is not supported"),
         ("hot", 2, "generation_config.json: temperature is 'high'"),
         ("missing", 2, "generation_config.json: no such file"),
     ):

@@ -12,7 +12,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object
 
 FILE = "generation_config.json"
-_TAKEN = ("temperature", "top_k", "top_p")
+_TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Keys that change which tokens are taken, and their values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
@@ -51,7 +51,8 @@ def suggestion(directory: Path) -> dict[str, Any]:
     }
     if raw.get("do_sample") is not True:
         return found
-    return {"temperature": 1.0, **{k: raw[k] for k in _TAKEN if raw.get(k) is not None}, **found}
+    warpers = {k: raw[k] for k in _TAKEN if k not in _NEUTRAL and raw.get(k) is not None}
+    return {"temperature": 1.0, **warpers, **found}
 
 
 def described(suggested: dict[str, Any]) -> str:
