@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dakrun.config import SamplingParams
+    from dakrun.grammars import StructuredOutputsParams
     from dakrun.llm import LLM
     from dakrun.plan import Policy
     from dakrun.requests import Completion
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Policy", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Policy",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _MODULES = {
     "LLM": "dakrun.llm",
     "Completion": "dakrun.requests",
     "Policy": "dakrun.plan",
     "SamplingParams": "dakrun.config",
+    "StructuredOutputsParams": "dakrun.grammars",
 }
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name

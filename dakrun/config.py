@@ -17,6 +17,7 @@ from dakrun.errors import (
     refuse_unsupported,
 )
 from dakrun.formats import KVLayout, Rows, WeightFormat
+from dakrun.grammars import StructuredOutputsParams
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 NormKind = Literal["rms", "layer"]  # RMSNorm, LayerNorm
@@ -290,6 +291,10 @@ class SamplingParams:
     `frequency_penalty` is subtracted for each time that a token is in the completion, and
     `presence_penalty` once. Log-probabilities are the model's own all the same.
 
+    `structured_outputs` is the form that an answer must have, StructuredOutputsParams or a mapping
+    with its keywords. An answer with a form ends where its grammar does, also with `ignore_eos`.
+    A thought that has `thinking_token_budget` tokens is closed.
+
     Other sampling options of vLLM are taken where their value changes nothing. Raises UsageError,
     which names the option, for any other, and for wrong values.
     """
@@ -312,6 +317,8 @@ class SamplingParams:
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
+    structured_outputs: StructuredOutputsParams | None
+    thinking_token_budget: int | None
 
     def __init__(
         self,
@@ -334,6 +341,8 @@ class SamplingParams:
         repetition_penalty: float = 1.0,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
         **other: Any,
     ) -> None:
         refuse_unsupported(other, _NEUTRAL, [field.name for field in fields(self)])
@@ -373,6 +382,12 @@ class SamplingParams:
             "repetition_penalty": check_number("repetition_penalty", repetition_penalty, 0.0),
             "frequency_penalty": check_number("frequency_penalty", frequency_penalty, -2.0, 2.0),
             "presence_penalty": check_number("presence_penalty", presence_penalty, -2.0, 2.0),
+            "structured_outputs": None
+            if structured_outputs is None
+            else StructuredOutputsParams.of(structured_outputs),
+            "thinking_token_budget": check_count(
+                "thinking_token_budget", thinking_token_budget, 0, or_one_of=(None,)
+            ),
         }
         if repetition_penalty == 0:
             raise invalid_value("repetition_penalty", 0, "above 0")

@@ -5,7 +5,7 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
@@ -76,6 +76,7 @@ class LLM(OfflineCalls):
     LLM(model, batch_size=8, max_model_len=2048). Arguments of vLLM's LLM that change nothing, such
     as `tensor_parallel_size=1`, are taken as well. Options that are not given are those of `run`.
 
+    `on_rules` is called with the model's rules for prompts, before anything is loaded.
     `on_allocate` is called while memory is allocated, with the bytes so far and those of all tiers;
     `on_load` while weights load, with the bytes loaded so far and those of all weights.
 
@@ -91,6 +92,7 @@ class LLM(OfflineCalls):
         model: str | Path,
         *,
         run: RunOptions | None = None,
+        on_rules: Callable[[PromptRules], None] = lambda rules: None,
         on_allocate: OnLoad = lambda done, total: None,
         on_load: OnLoad = lambda done, total: None,
         **options: Unpack[Keywords],
@@ -107,12 +109,8 @@ class LLM(OfflineCalls):
         self.config = _with_end_token(self.config, tokenizer)
         self._planner = MachinePlanner(self.config, self.profile, self.device, run)
         self.plan = self._planner.plan(run.policy)
-        self.rules = PromptRules(
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.plan.workload.max_model_len,
-            max_positions=self.config.max_positions,
-            tokenizer=tokenizer,
-        )
+        self.rules = PromptRules.of(self.config, self.plan.workload.max_model_len, tokenizer)
+        on_rules(self.rules)
         self._directory = None if run.load_format == "dummy" else directory
         self._on_load, self._on_allocate = on_load, on_allocate
         self._tiers = Tiers()
@@ -197,7 +195,7 @@ class LLM(OfflineCalls):
         try:
             with gpu_errors():
                 runner = self._load(self._directory)
-            self._engine = Engine(runner, self.plan, self.rules.tokenizer)
+            self._engine = Engine(runner, self.plan, self.rules.tokenizer, self.rules.grammars)
         except BaseException:
             self.close()
             raise
@@ -264,7 +262,7 @@ def run_options(given: Mapping[str, Any], run: RunOptions | None = None) -> RunO
     """
     names = [field.name for field in fields(RunOptions)]
     others = {name: value for name, value in given.items() if name not in names}
-    refuse_unsupported(others, _NEUTRAL, ("model", *names, "on_allocate", "on_load"))
+    refuse_unsupported(others, _NEUTRAL, ("model", *names, "on_rules", "on_allocate", "on_load"))
     known = {name: value for name, value in given.items() if name in names}
     if known.get("policy", ...) is None:
         del known["policy"]

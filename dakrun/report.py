@@ -68,6 +68,8 @@ def make_report(
         "requests": {
             "finished": stats.requests,
             "capped": stats.capped,
+            "structured": stats.structured,
+            "valid": stats.valid,
             "preempted": stats.preempted,
             "swapped": stats.swapped,
             "prompt_tokens": stats.prompt_tokens,

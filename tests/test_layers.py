@@ -29,7 +29,7 @@ LAYERS = (
     ("launches",),
     ("hardware", "models"),
     ("config",),
-    ("formats",),
+    ("formats", "grammars"),
     ("errors", "geometry", "units", "resources", "interrupt", "tables", "terminal", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
@@ -42,7 +42,7 @@ REFUSED = {
 
 # Planning needs no GPU and starts at once: these parts and modules load none of HEAVY.
 LIGHT_PARTS = {"plan", "hardware", "config", "formats", "errors", "geometry", "units", "resources"}
-LIGHT_PARTS |= {"launches", "__init__"}
+LIGHT_PARTS |= {"launches", "grammars", "__init__"}
 LATE_PARTS = {"formats"}  # whose functions may import torch when they are called
 LIGHT_MODULES = {
     "dakrun.memory.limits",

@@ -215,6 +215,7 @@ def generate(
                     needs_tokenizer=reader.needs_tokenizer(),
                     started=writer.started,
                 ),
+                on_rules=reader.compile_forms,
                 on_allocate=on_allocate,
                 on_load=on_load,
             )

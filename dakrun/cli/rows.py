@@ -28,12 +28,7 @@ def model_rules(
     tokenizer = None
     if folder is not None and folder.is_dir() and Tokenizer.is_in(folder):
         tokenizer = Tokenizer.load(folder, chat_template=chat_template)
-    return (PromptRules if tokenizer else EstimatedRules)(
-        vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        max_positions=config.max_positions,
-        tokenizer=tokenizer,
-    )
+    return (PromptRules if tokenizer else EstimatedRules).of(config, max_model_len, tokenizer)
 
 
 def check_source(

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dakrun.engine.adjustments import History
 from dakrun.engine.admission import Admission
+from dakrun.engine.answers import guidance_of, has_form
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
@@ -25,6 +26,7 @@ from dakrun.engine.sampler import request_seed
 from dakrun.engine.step import Accepted, Row, Sampling, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
+from dakrun.grammars import Grammars
 from dakrun.plan import Plan, requests_per_admission
 from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer
 
@@ -63,10 +65,16 @@ class Engine:
     also decode together: for measurements.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        tokenizer: Tokenizer | None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.runner, self.plan = runner, plan
         self.stats, self.prompts_first = EngineStats(), False
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
         self._max_len = plan.workload.max_model_len
         self._eos = frozenset(plan.model.eos_token_ids)
         self._kv_bytes = plan.model.kv_bytes_per_token
@@ -170,7 +178,8 @@ class Engine:
             raise ValueError("expected bad_words as token ids")
         limit, tokens = params.limit(self._max_len - length), list[int]()
         history = History(request.prompt_ids, tokens, self._eos)
-        sampling = Sampling(params, request_seed(params.seed, request.id), history, limit)
+        seed, guidance = request_seed(params.seed, request.id), guidance_of(request, self._grammars)
+        sampling = Sampling(params, seed, history, limit, guidance)
         return RequestState(request, stop, sampling, limit, request.prompt_ids, tokens=tokens)
 
     def _admit_waiting(self, source: _Source) -> Generator[RowError, None, bool]:
@@ -346,7 +355,7 @@ class Engine:
             return "error"
         if not r.limit:
             return "length"
-        if token in self._eos and not params.ignore_eos:
+        if token in self._eos and (not params.ignore_eos or params.structured_outputs):
             return "stop"
         if token in params.stop_token_ids:
             return "stop"
@@ -366,7 +375,13 @@ class Engine:
         del r.tokens[r.limit :], r.logprobs[r.limit :]
         self.admission.count_end(r)
         result, stats = completion(r, reason, self._tokenizer), self.stats
+        if r.request.params.structured_outputs is not None and self._grammars is not None:
+            ended = not self._eos.isdisjoint(r.tokens[-1:])
+            valid = has_form(result, r.request, self._grammars, ended=ended)
+            result = replace(result, valid=valid)
         stats.requests += 1
+        stats.structured += result.valid is not None
+        stats.valid += bool(result.valid)
         asked = r.request.params.max_tokens
         stats.capped += reason == "length" and asked is not None and len(r.tokens) < asked
         stats.prompt_tokens += result.prompt_tokens

@@ -20,10 +20,11 @@ NO_SLOT = -1
 class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
-    `capped` counts the requests that ended at max_model_len, short of their max_tokens. `preempted`
-    counts how often a request gave up its KV blocks, `swapped` how often such a request went on
-    from copies of its blocks; otherwise its positions were computed again. `shared_tokens` counts
-    the tokens of prompts whose keys and values lay in KV blocks of other requests. `new_tokens`
+    `capped` counts the requests that ended at max_model_len, short of their max_tokens,
+    `structured` those whose answers must have a form, `valid` those of them that have it.
+    `preempted` counts how often a request gave up its KV blocks, `swapped` how often such a request
+    went on from copies of its blocks; otherwise its positions were computed again. `shared_tokens`
+    counts the tokens of prompts whose keys and values lay in KV blocks of others. `new_tokens`
     counts the tokens of requests that have ended, `running_tokens` those of the other requests.
 
     `prefill_steps` counts the steps with prompts, which took `prefill_s`. `mixed_steps` counts the
@@ -34,6 +35,8 @@ class EngineStats:
 
     requests: int = 0
     capped: int = 0
+    structured: int = 0
+    valid: int = 0
     preempted: int = 0
     swapped: int = 0
     prompt_tokens: int = 0
@@ -101,7 +104,8 @@ class RequestState:
         params = self.request.params
         if not self.limit:
             return False
-        return not params.ignore_eos or self.stop is not None or bool(params.stop_token_ids)
+        ends = self.stop is not None or params.structured_outputs is not None
+        return not params.ignore_eos or ends or bool(params.stop_token_ids)
 
     @property
     def is_scored(self) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +19,7 @@ from dakrun.engine.logprobs import Scores
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
+from dakrun.grammars import Guide
 from dakrun.kernels import reference
 from dakrun.models.decoder import Attend, Decoder
 from dakrun.models.functional import layer_norm, rms_norm, rope_table, rotate
@@ -203,6 +205,7 @@ class ReferenceRunner:
             self._rope = cos.to(cache.device), sin.to(cache.device)
         self._steps = 0
         self._newest: dict[int, int] = {}  # token by slot
+        self._guides: dict[int, Guide] = {}  # by slot
         self._accepted: deque[Accepted] = deque()  # by step
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
@@ -222,17 +225,22 @@ class ReferenceRunner:
         timed = self._timed if not step.prompts else None
         self._steps += not step.prompts
         with timed.timer("sampling") if timed else nullcontext():
-            accepted = Chosen(logits, step).collect()
+            for row in step.prompts:
+                self._begin_guide(row)
+            accepted = Chosen(logits, step, allowed=self._allowed(step.choosing)).collect()
         if scores is not None:
             accepted = accepted._replace(scores=scores.collect())
         self._accepted.append(accepted)
         for row, tokens in zip(step.rows, accepted.tokens, strict=True):
             for token in tokens:
                 self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
+                if row.sampling.guidance is not None and token >= 0:
+                    self._guides[row.slot].accept(token)
 
     def resume(self, row: Row) -> None:
         """Let the token of `row` be the newest of its slot."""
         (self._newest[row.slot],) = row.tokens
+        self._begin_guide(row)
 
     def collect(self) -> Accepted:
         """The tokens accepted in the oldest step."""
@@ -241,6 +249,23 @@ class ReferenceRunner:
     def drop(self) -> None:
         """Forget the tokens of all steps."""
         self._accepted.clear()
+
+    def _begin_guide(self, row: Row) -> None:
+        """Let a request's tokens be guided from where the row ends, if it wants that."""
+        guidance = row.sampling.guidance
+        if guidance is not None and row.wanted:
+            self._guides[row.slot] = guidance.guide(row.sampling.history.tokens)
+
+    def _allowed(self, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
+        """The tokens that the guides of rows allow next, bool [V] by the row's number."""
+        found, vocabulary = {}, self._model.config.vocab_size
+        for number, row in enumerate(rows):
+            if row.sampling.guidance is not None:
+                mask = np.empty(ceil_div(vocabulary, 32), dtype=np.int32)
+                self._guides[row.slot].fill(mask)
+                bits = np.unpackbits(mask.view(np.uint8), count=vocabulary, bitorder="little")
+                found[number] = torch.from_numpy(bits.astype(bool)).to(self._device)
+        return found
 
     @torch.inference_mode()
     def logits(self, step: Step) -> tuple[torch.Tensor, Scores | None]:

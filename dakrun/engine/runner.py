@@ -63,18 +63,23 @@ class Chosen:
     """The tokens chosen in a step and their log-probabilities, on their way from the device."""
 
     def __init__(
-        self, logits: torch.Tensor, step: Step, tokens: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        step: Step,
+        tokens: torch.Tensor | None = None,
+        allowed: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """Start to choose from logits [n, V] of the rows `choosing`, without waiting.
 
-        `tokens`, integers [n] on the device: the tokens, if they have been chosen before.
+        `tokens`, integers [n] on the device: the tokens, if they have been chosen before. `allowed`
+        has the tokens that grammars allow, bool [V] by the row's number.
         """
         self._step, rows = step, step.choosing
         sampling = [row.sampling for row in rows]
         if tokens is None:
             params, seeds = [one.params for one in sampling], [one.seed for one in sampling]
             positions, histories = [row.last + 1 for row in rows], [one.history for one in sampling]
-            tokens = sample(logits, params, seeds, positions, histories)
+            tokens = sample(logits, params, seeds, positions, histories, allowed)
         asked = ((i, one.params.logprobs) for i, one in enumerate(sampling))
         self._asked = {i: top for i, top in asked if top is not None}
         parts = [tokens]

@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.engine.adjustments import History
+from dakrun.grammars import Guidance
 
 
 class Sampling(NamedTuple):
     """How tokens of a request are chosen; `seed` is the request's (see sampler.request_seed).
 
     `history` has its tokens that are known so far, `limit` is the most new ones that it may have.
+    With `guidance` only the tokens that it allows behind those of the history are chosen.
     """
 
     params: SamplingParams = SamplingParams()
     seed: int = 0
     history: History = History()
     limit: int = 0
+    guidance: Guidance | None = None
 
 
 class Row(NamedTuple):

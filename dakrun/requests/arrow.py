@@ -23,7 +23,8 @@ _TEXT = [
     ("token_ids", pa.list_(pa.int32())),
     ("finish_reason", pa.string()),
 ]
-_ANSWER = [("logprobs", _LOGPROBS), ("tool_calls", pa.list_(pa.struct(_CALL)))]
+_CALLS = pa.list_(pa.struct(_CALL))
+_ANSWER = [("logprobs", _LOGPROBS), ("tool_calls", _CALLS), ("valid", pa.bool_())]
 OPTIONAL = (
     *(pa.field(*column) for column in _ANSWER),
     pa.field("choices", pa.list_(pa.struct([("index", pa.int32()), *_TEXT, *_ANSWER]))),

@@ -27,6 +27,7 @@ _TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json"),
 )
 _TEMPLATE = "chat template"
+_NEWER = (*ADJUSTING, "structured_outputs", "thinking_token_budget")  # than fingerprints
 _BY_CONTENT = ("tokenizer", _TEMPLATE, "weights")  # digests, which say nothing to people
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file's content
 
@@ -74,7 +75,7 @@ def make_fingerprint(
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     """The parameters but `n`, of which rows have their own, and options that change nothing."""
-    neutral = {"n": params.n, **{name: getattr(SamplingParams(), name) for name in ADJUSTING}}
+    neutral = {"n": params.n, **{name: getattr(SamplingParams(), name) for name in _NEWER}}
     return {k: v for k, v in asdict(params).items() if k not in neutral or v != neutral[k]}
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dakrun.config import ADJUSTING, SEED_BITS, SamplingParams
 from dakrun.errors import is_neutral
+from dakrun.requests.answer_forms import FORM_FIELDS, answer_form
 from dakrun.requests.json_rows import flag, json_kind, names
 from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
 from dakrun.requests.neutral import NEUTRAL, supported_fields
@@ -16,11 +17,11 @@ from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Logprobs, Reply, RowError, TokenLogprob
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", *ADJUSTING)
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", "thinking_token_budget", *ADJUSTING)
 NATIVE_FIELDS = (
     *("id", *PROMPT_FIELDS, "max_tokens"),
     *(*SAMPLING_FIELDS, "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs"),
-    *("n", "add_special_tokens", *CHAT_FIELDS),
+    *("n", "add_special_tokens", *FORM_FIELDS, *CHAT_FIELDS),
 )
 _COPIED = ("max_tokens", *SAMPLING_FIELDS, "logprobs", "prompt_logprobs")  # into SamplingParams
 MAX_N = 8
@@ -63,7 +64,8 @@ def parse_native(
         known = ", ".join(NATIVE_FIELDS)
         raise BadRow("unsupported_field", f"unsupported {names(unknown)}; the fields are {known}")
     changes = {name: given[name] for name in _COPIED if name in given}
-    params = replace(defaults, **changes, **stop_and_eos(given))
+    form = answer_form(given)
+    params = replace(defaults, **changes, **stop_and_eos(given), structured_outputs=form)
     ids, reply = _prompt(given, rules)
     return several_choices([ids], params, reply, count_of(given, "n", 1, MAX_N))
 
@@ -113,6 +115,7 @@ def _text(completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         **({"tool_calls": [call.as_dict() for call in calls]} if calls else {}),
+        **({"valid": completion.valid} if completion.valid is not None else {}),
     }
 
 

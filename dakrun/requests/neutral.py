@@ -18,7 +18,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
     "modalities": (["text"],),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
 }
 OF_MESSAGES: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "annotations": ([],)}
 _INTEGERS = (

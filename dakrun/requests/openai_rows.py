@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dakrun.config import MAX_LOGPROBS, SamplingParams
+from dakrun.requests.answer_forms import FORM_FIELDS, answer_form
 from dakrun.requests.json_rows import flag, json_kind, names, shown
 from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
 from dakrun.requests.native_rows import (
@@ -28,6 +29,7 @@ ROW_FIELDS = ("custom_id", "method", "url", "body")
 _COMMON_FIELDS = (
     *("model", "n", "logprobs", "max_tokens", *SAMPLING_FIELDS),
     *("stop", "stop_token_ids", "ignore_eos", "add_special_tokens"),
+    *FORM_FIELDS,
 )
 _COMPLETION_FIELDS = ("prompt", "echo", *_COMMON_FIELDS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", *CHAT_FIELDS, *_COMMON_FIELDS)
@@ -117,7 +119,8 @@ def _parameters(given: dict[str, Any], defaults: SamplingParams, **changes: Any)
         raise BadRow("invalid_field", "max_tokens and max_completion_tokens exclude each other")
     if limits:
         changes["max_tokens"] = limits[0]
-    return replace(defaults, **changes, **stop_and_eos(given))
+    form = answer_form(given)
+    return replace(defaults, **changes, **stop_and_eos(given), structured_outputs=form)
 
 
 def _logprobs(given: dict[str, Any], *, is_chat: bool) -> int | None:

@@ -6,10 +6,11 @@ Knows token ids, lengths and the tokenizer; knows neither files nor row formats.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
-from dakrun.config import SamplingParams
+from dakrun.config import ModelConfig, SamplingParams
 from dakrun.errors import UsageError
+from dakrun.grammars import Grammars, StructuredOutputsParams
 from dakrun.requests.chat_template import PLAIN, TemplateOptions
 from dakrun.requests.chats import string_of
 from dakrun.requests.tokenizer import Tokenizer
@@ -31,6 +32,23 @@ class PromptRules:
     max_model_len: int
     max_positions: int
     tokenizer: Tokenizer | None = None
+    grammars: Grammars | None = None  # where there is a tokenizer
+
+    @classmethod
+    def of(cls, config: ModelConfig, max_model_len: int, tokenizer: Tokenizer | None) -> Self:
+        """The limits of a model with that tokenizer."""
+        grammars = None
+        if tokenizer is not None:
+            ends = (*config.eos_token_ids, tokenizer.eos_token_id)
+            known = dict.fromkeys(token for token in ends if token is not None)
+            grammars = Grammars(tokenizer.as_json, config.vocab_size, known)
+        return cls(
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            max_positions=config.max_positions,
+            tokenizer=tokenizer,
+            grammars=grammars,
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text prompt, checked."""
@@ -82,8 +100,11 @@ class PromptRules:
         """`params` with `bad_words` as token ids, if they suit the model.
 
         A string is forbidden with and without a space before it. Raises BadRow for tokens that are
-        not in the vocabulary and for strings without a tokenizer, UsageError for too many tokens.
+        not in the vocabulary, for strings without a tokenizer, and for a form of the answer that no
+        grammar can follow, and UsageError for too many tokens.
         """
+        if params.structured_outputs is not None:
+            self._check_form(params.structured_outputs)
         if params.stop and self.tokenizer is None:
             raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
         for token, _ in params.logit_bias:
@@ -109,6 +130,14 @@ class PromptRules:
         check_encodable(word, "a bad word")
         text = word.lstrip()
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}")]
+
+    def _check_form(self, form: StructuredOutputsParams) -> None:
+        if self.grammars is None:
+            raise BadRow("no_tokenizer", "the form of answers needs the model's tokenizer")
+        try:
+            self.grammars.matcher(form)
+        except UsageError as problem:
+            raise BadRow("invalid_grammar", f"{problem}; {problem.hint}") from None
 
 
 def check_encodable(text: str, what: str) -> None:

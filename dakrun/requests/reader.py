@@ -12,7 +12,9 @@ from typing import Literal
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.grammars import MAX_COMPILED, Grammars, StructuredOutputsParams
 from dakrun.plan import ExpectedRun
+from dakrun.requests.answer_forms import form_ahead
 from dakrun.requests.gzip_files import without_gz
 from dakrun.requests.json_rows import decode_utf8, id_of, json_object
 from dakrun.requests.lengths import (
@@ -78,6 +80,8 @@ class RequestReader:
         self._starts = PromptStarts()
         self._max_model_len = 0
         self._ahead: LookAhead | None = None
+        self._forms: dict[StructuredOutputsParams, None] = {}  # to be compiled
+        self._grammars: Grammars | None = None
 
     def __enter__(self) -> "RequestReader":
         return self
@@ -235,7 +239,23 @@ class RequestReader:
         """The rows in the file's order, each with its packed content."""
         for line in self._lines:
             content = self._content(line)
+            self._note_form(content)
             yield self._read_row(line, content), pack_content(content)
+
+    def compile_forms(self, rules: PromptRules) -> None:
+        """Compile the forms of answers that rows ask for, beside other work, as rows are read."""
+        self._grammars = rules.grammars
+        if self._grammars is not None:
+            self._grammars.prepare(self._forms)
+
+    def _note_form(self, content: Content) -> None:
+        """Note the form that a row asks for, or have it compiled once the model is known."""
+        if not isinstance(content, dict) or (form := form_ahead(content)) is None:
+            return
+        if self._grammars is not None:
+            self._grammars.prepare([form])
+        elif len(self._forms) < MAX_COMPILED:
+            self._forms[form] = None
 
     def _content(self, line: Line) -> Content:
         """What the line says; its JSON is parsed here and nowhere else."""

@@ -113,6 +113,7 @@ class Completion:
     reply is to `echo` the prompt, `text` begins with the prompt's, `text_offset` with its tokens'.
     `prompt_logprobs` has an element for each token of the prompt, None for the first.
     `answer` has the parts of the text where it has a thought or calls of tools, else None.
+    `valid` says whether an answer that must have a form is finished and has it; else it is None.
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
 
@@ -133,6 +134,7 @@ class Completion:
     text_offset: tuple[int, ...] | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     answer: Answer | None = None
+    valid: bool | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
     further: tuple["Completion", ...] = ()

@@ -7,10 +7,13 @@ known of it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dakrun.config import MAX_SIZE, SamplingParams
+from dakrun.errors import UsageError
+from dakrun.grammars import StructuredOutputsParams, check_form
 from dakrun.requests import look_ahead
 from dakrun.requests.chat_template import PLAIN, TemplateOptions
 from dakrun.requests.lengths import chat_text, tokens_of
@@ -51,8 +54,23 @@ class EstimatedRules(PromptRules):
         return chat_text({"messages": messages, "tools": options.tools}) or ""
 
     def checked_params(self, params: SamplingParams) -> SamplingParams:
-        """`params`: there may be a tokenizer for their strings, and any vocabulary."""
+        """`params`: there may be a tokenizer for their strings, and any vocabulary.
+
+        Raises BadRow for a form of the answer that no grammar can follow.
+        """
+        if params.structured_outputs is not None and (why := _problem(params.structured_outputs)):
+            raise BadRow("invalid_grammar", why)
         return params
+
+
+@lru_cache(maxsize=4096)
+def _problem(form: StructuredOutputsParams) -> str:
+    """Why no grammar can follow `form`; empty if one can."""
+    try:
+        check_form(form)
+    except UsageError as problem:
+        return f"{problem}; {problem.hint}"
+    return ""
 
 
 @dataclass(frozen=True)

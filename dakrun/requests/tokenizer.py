@@ -8,6 +8,7 @@ Knows nothing of requests.
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import datetime
 from functools import cache
 from itertools import islice
@@ -135,6 +136,16 @@ class Tokenizer:
         """The id of the tokenizer's own end token."""
         token = self._tokenizer.eos_token_id
         return token if isinstance(token, int) else None
+
+    def as_json(self) -> str | None:
+        """The tokenizer as a tokenizer.json has it; None if it is SentencePiece's own."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        plain = copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def continuation(self, prompt_ids: Sequence[int], *, is_chat: bool = False) -> Continuation:
         """The texts of tokens that continue a prompt.

@@ -55,7 +55,10 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("model", f"{model['name']} ({model['dtype']}, {format_bytes(model['weight_bytes'])})"),
         ("machine", f"{report['machine']['device']}, profile {profile}, {_threads(report)}"),
-        ("requests", _tokens(requests) + _capped(requests["capped"], report["plan"])),
+        (
+            "requests",
+            _tokens(requests) + _valid(requests) + _capped(requests["capped"], report["plan"]),
+        ),
         ("time", _times(times)),
         ("throughput", f"{report['tokens_per_s'] or 0:,.1f} tokens/s" + _share(report)),
     ]
@@ -67,6 +70,7 @@ def _all_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = {
         **dict(_figures(report)),
         "requests": _tokens(requests)
+        + _valid(requests)
         + _shared(requests["shared_prompt_tokens"])
         + _capped(requests["capped"], plan)
         + _preempted(requests["preempted"], requests["swapped"]),
@@ -151,6 +155,13 @@ def _preempted(count: int, swapped: int) -> str:
     """The requests that made room for others; empty if there are none."""
     copied = f" ({swapped} copied to host memory meanwhile)" if swapped else ""
     return f"; {count} made room for others, as the KV cache was full{copied}" if count else ""
+
+
+def _valid(requests: Mapping[str, Any]) -> str:
+    """The answers that are finished and have the form that they must have."""
+    if not (asked := requests["structured"]):
+        return ""
+    return f"; {requests['valid']} of {counted(asked, 'structured answer')} valid"
 
 
 def _capped(count: int, plan: Mapping[str, Any]) -> str:

@@ -1,0 +1,19 @@
+"""Answers of a given form: JSON of a schema, a regular expression, a choice, a grammar.
+
+structured_outputs.py has the form that is asked for, compiling.py its grammar, which llguidance
+compiles, and guide.py the tokens that a request may get next, behind its thought.
+"""
+
+from dakrun.grammars.compiling import MAX_COMPILED, Grammars, check_form, is_valid
+from dakrun.grammars.guide import Guidance, Guide
+from dakrun.grammars.structured_outputs import StructuredOutputsParams
+
+__all__ = [
+    "MAX_COMPILED",
+    "Grammars",
+    "Guidance",
+    "Guide",
+    "StructuredOutputsParams",
+    "check_form",
+    "is_valid",
+]
