@@ -28,6 +28,7 @@ from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order
 from dakrun.engine.engine import Engine
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.mask_writer import MaskWriter
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
@@ -49,6 +50,7 @@ __all__ = [
     "KVWriter",
     "KernelBackend",
     "Lengths",
+    "MaskWriter",
     "Place",
     "Prefill",
     "ReferenceRunner",

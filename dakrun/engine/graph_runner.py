@@ -23,6 +23,7 @@ from dakrun.engine.decode_step import (
 )
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import Scores
+from dakrun.engine.mask_writer import MaskWriter
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
@@ -89,6 +90,7 @@ class GraphRunner:
         self._buckets = buckets(cache.counts)
         self._mapped: list[int] = []  # the slot, or IDLE, of each row of the last bucket
         self._steps: deque[_Launched] = deque()
+        self._masks = MaskWriter(step.log, step.backend.model.config.vocab_size, self.ahead)
         self._last: _Launched | None = None  # the step collected last
         self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
         self._adjustments: dict[int, torch.Tensor | None] = {}  # by slot
@@ -154,6 +156,7 @@ class GraphRunner:
             if bucket := next((b for b in later if b not in self._cascades), None):
                 self._capture_cascade(bucket)  # while the CPU would wait
         launched.end.synchronize()
+        self._masks.check()
         if self._last is not None:
             self._gaps_s.append(self._last.end.elapsed_time(launched.start) / 1e3)
         self._last = launched
@@ -163,6 +166,7 @@ class GraphRunner:
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
+        self._masks.release_all()
         while self._steps:
             self.collect()
 
@@ -190,18 +194,23 @@ class GraphRunner:
     def _set_sampling(self, rows: Sequence[Row]) -> None:
         """Say how the tokens of the rows' slots are chosen, where this has changed.
 
-        All tokens of the rows' requests are known.
+        All tokens of the rows' requests are known; their guides begin behind the rows.
         """
         words, device = {}, self._backend.like.device
         vocabulary = self._backend.model.config.vocab_size
         for row in rows:
-            params, seed, history, limit = row.sampling
-            own = None
+            params, seed, history, limit, guidance = row.sampling
+            own = mask = None
             if params.adjusts:
                 made = adjustments(params, *history, limit=limit, vocabulary=vocabulary)
                 own = upload(made, device)
-            words[row.slot] = sampling_words(params, seed, adjustments=own)
+            if guidance is not None:
+                mask = self._masks.begin(row.slot, guidance.guide(history.tokens), row.last + 1)
+            else:
+                self._masks.release(row.slot)
+            words[row.slot] = sampling_words(params, seed, mask, own)
             self._adjustments[row.slot] = own
+        self._masks.announce()
         changed = {slot: new for slot, new in words.items() if self._sampling[slot] != new}
         if changed:
             slots = self._on_gpu(list(changed))

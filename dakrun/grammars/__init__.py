@@ -1,11 +1,13 @@
 """Answers of a given form: JSON of a schema, a regular expression, a choice, a grammar.
 
 structured_outputs.py has the form that is asked for, compiling.py its grammar, which llguidance
-compiles, and guide.py the tokens that a request may get next, behind its thought.
+compiles, guide.py the tokens that a request may get next, behind its thought, and parallel.py those
+of many requests at once.
 """
 
 from dakrun.grammars.compiling import MAX_COMPILED, Grammars, check_form, is_valid
 from dakrun.grammars.guide import Guidance, Guide
+from dakrun.grammars.parallel import ParallelGuides
 from dakrun.grammars.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "Grammars",
     "Guidance",
     "Guide",
+    "ParallelGuides",
     "StructuredOutputsParams",
     "check_form",
     "is_valid",

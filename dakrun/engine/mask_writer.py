@@ -1,0 +1,202 @@
+"""Masks of allowed tokens for the GPU's steps, written by a thread while the GPU works.
+
+In a step, the kernel that chooses the token of a guided slot waits until the slot's mask is there
+(kernels/select_token.py). The thread reads the tokens that steps have chosen from their log, lets
+each slot's guide go on, and writes the next mask. It makes no CUDA call: those could wait for a
+kernel that waits for the thread.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dakrun.grammars import Guide, ParallelGuides
+from dakrun.kernels import TokenMask, mask_words
+from dakrun.memory.limits import usable_cores
+
+NOT_YET = -3  # in the log, in place of a token that has not been chosen yet
+POLL_S = 100e-6  # between looks at the log: little beside a step
+END_WAITS = -1  # the counter of a slot where no step waits
+
+
+@dataclass
+class _Guided:
+    """A slot's guide, and the `position` of the token that it waits for, or of its first mask.
+
+    base + position is the slot's counter once that mask is there. What was launched before turn
+    number `turn` may write to the slot's log.
+    """
+
+    guide: Guide
+    base: int
+    position: int
+    turn: int
+
+
+class MaskWriter:
+    """The masks of `slots` slots, and the thread that writes them while any slot is guided.
+
+    `log` is int32 [slots, depth] in page-locked memory: the token chosen for position p of a slot
+    is written to log[slot, (p - 1) % depth]. Up to `ahead` steps are in flight together.
+
+    A step that begins a guide is launched in this order: `begin`; `announce`, in the order of the
+    stream; the launches. Steps in flight from before have then written what they had to write to
+    the log when the thread reads the announcement.
+    """
+
+    def __init__(self, log: torch.Tensor, vocabulary: int, ahead: int) -> None:
+        slots, self._depth = log.shape
+        self._log = log.numpy().reshape(-1)
+        self._slots, self._words, self._ahead = slots, mask_words(vocabulary), ahead
+        self._floor = [0] * slots  # no step in flight waits for more than that
+        self._guided: dict[int, _Guided] = {}
+        self._begun: dict[int, _Guided] = {}  # by the main thread, not yet seen by the other
+        self._turn = 0
+        self._watched: tuple[list[tuple[int, _Guided]], np.ndarray] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._masks: torch.Tensor | None = None
+
+    def begin(self, slot: int, guide: Guide, position: int) -> TokenMask:
+        """Let `guide` say which tokens are allowed in `slot` from `position` on.
+
+        Returns where the kernel finds the masks. Raises what has ended the thread.
+        """
+        self.check()
+        if self._masks is None:
+            self._allocate()
+        assert self._masks is not None
+        with self._lock:
+            floor = self._end(slot) + 1
+            self._counters[slot] = floor
+            base = floor + 1 - position
+            self._begun[slot] = _Guided(guide, base, position, self._turn + 1)
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
+            self._thread.start()
+        bits = self._masks.data_ptr() + slot * self._words * 4
+        return TokenMask(bits, self._ready.data_ptr() + slot * 4, base)
+
+    def announce(self) -> None:
+        """Tell the thread, in the order of the stream, that what was launched before is done."""
+        if self._begun:
+            self._turn += 1
+            self._device_turn.fill_(self._turn)
+            self._reached.copy_(self._device_turn, non_blocking=True)
+
+    def release(self, slot: int) -> None:
+        """Let no step wait for the slot's masks; they are no longer written."""
+        if slot in self._guided or slot in self._begun:
+            with self._lock:
+                self._end(slot)
+                self._counters[slot] = END_WAITS
+
+    def release_all(self) -> None:
+        """Release all slots, and end the thread."""
+        if self._masks is None:
+            return
+        with self._lock:
+            for slot in (*self._guided, *self._begun):
+                self._end(slot)
+            self._counters[:] = END_WAITS
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+        self._problem = None
+
+    def check(self) -> None:
+        """Raise what has ended the thread, if anything has."""
+        if self._problem is not None:
+            raise RuntimeError("the masks of grammars could not be written") from self._problem
+
+    def _allocate(self) -> None:
+        """Page-locked memory, with the first guide: no step may be waiting for a mask."""
+        pinned = torch.cuda.is_available()
+        self._masks = torch.zeros(self._slots, self._words, dtype=torch.int32, pin_memory=pinned)
+        self._ready = torch.full((self._slots,), END_WAITS, dtype=torch.int32, pin_memory=pinned)
+        self._reached = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._device_turn = torch.zeros(1, dtype=torch.int32, device="cuda" if pinned else "cpu")
+        self._bits, self._counters = self._masks.numpy(), self._ready.numpy()
+        self._turns = self._reached.numpy()
+
+    def _end(self, slot: int) -> int:
+        """Forget the slot's guide; the counter that ends all waits of its steps in flight."""
+        self._watched = None
+        for guided in (self._guided, self._begun):
+            if (old := guided.pop(slot, None)) is not None:
+                self._floor[slot] = max(self._floor[slot], old.base + old.position + self._ahead)
+        return self._floor[slot]
+
+    def _run(self) -> None:
+        try:
+            guides = ParallelGuides(max(1, usable_cores() - 1))
+            while not self._stop.is_set():
+                if not (self._begin_some(guides) or self._go_on(guides)):
+                    time.sleep(POLL_S)
+        except BaseException as problem:
+            self._problem = problem
+            with self._lock:
+                self._counters[:] = END_WAITS
+
+    def _begin_some(self, guides: ParallelGuides) -> bool:
+        """Write the first masks of guides whose slots' logs are theirs by now; whether any was."""
+        if not self._begun:
+            return False
+        with self._lock:
+            reached = self._turns[0]
+            first = {slot: one for slot, one in self._begun.items() if one.turn <= reached}
+            for slot in first:
+                self._guided[slot] = self._begun.pop(slot)
+        self._write(guides, first)
+        return bool(first)
+
+    def _go_on(self, guides: ParallelGuides) -> bool:
+        """Write the next masks of slots whose tokens have been chosen; whether there were any."""
+        waiting, places = self._watched or self._watch()
+        tokens = self._log[places]
+        if not len(waiting) or (tokens == NOT_YET).all():
+            return False
+        chosen = zip(waiting, tokens.tolist(), strict=True)
+        ready = {slot: (one, token) for (slot, one), token in chosen if token != NOT_YET}
+        guides.accept([(one.guide, token) for one, token in ready.values() if token >= 0])
+        for one, _ in ready.values():
+            one.position += 1
+        for slot in [slot for slot, (_, token) in ready.items() if token < 0]:
+            self.release(slot)  # its request ends with an error
+            del ready[slot]
+        self._write(guides, {slot: one for slot, (one, _) in ready.items()})
+        return True
+
+    def _write(self, guides: ParallelGuides, next_ones: dict[int, _Guided]) -> None:
+        """Write the masks of `next_ones`, then their counters, where they are still guided."""
+        guides.fill({slot: one.guide for slot, one in next_ones.items()}, self._bits)
+        with self._lock:
+            for slot, one in next_ones.items():
+                if self._guided.get(slot) is not one:
+                    continue
+                if one.guide.is_free:
+                    self._end(slot)
+                    self._counters[slot] = END_WAITS
+                else:
+                    self._log[self._place(slot, one)] = NOT_YET
+                    self._counters[slot] = one.base + one.position
+            self._watched = None
+
+    def _watch(self) -> tuple[list[tuple[int, _Guided]], np.ndarray]:
+        """The slots that wait for tokens, and where the log gets these; kept until they change."""
+        with self._lock:
+            waiting = list(self._guided.items())
+            places = np.array([self._place(slot, one) for slot, one in waiting], dtype=np.int64)
+            self._watched = waiting, places
+        return waiting, places
+
+    def _place(self, slot: int, one: _Guided) -> int:
+        """Where the log gets the token of its position."""
+        return slot * self._depth + (one.position - 1) % self._depth
