@@ -29,7 +29,7 @@ from benched import (
     run,
     without_a_gpu,
 )
-from cards import H200, PORTABLE, hopper
+from cards import H200, PORTABLE, SMALL, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -202,7 +202,7 @@ def test_at_the_turning_point_the_remote_tier_is_not_waited_for() -> None:
 @pytest.mark.parametrize("name", ["h200-pcie5", "h200-nvlink-peer", "gh200", "b200"])
 def test_the_ring_of_a_window(name: str) -> None:
     for tier in load_profile(name).remote:
-        chunk, stages = link_ring(tier)
+        chunk, stages = link_ring(tier, H200)
         assert tier.window_bytes // 2 < chunk * stages * tier.sms <= tier.window_bytes
 
 
@@ -212,8 +212,10 @@ def test_any_window_has_a_ring(window: int, sms: int) -> None:
         name="host", capacity_bytes=1, direct_bytes_per_s=1.0, staged_bytes_per_s=1.0,
         window_bytes=window, sms=sms,
     )  # fmt: skip
-    chunk, stages = link_ring(tier)
-    assert chunk % 16 == 0 and stages >= 2 and chunk * stages <= 128 * 1024
+    for card in (H200, SMALL):
+        chunk, stages = link_ring(tier, card)
+        assert chunk % 16 == 0 and stages >= 2
+        assert chunk * stages <= min(128 * 1024, card.shared_bytes)
 
 
 def test_launches_of_a_chain() -> None:

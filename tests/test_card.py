@@ -4,15 +4,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cards import H200, SMALL, hold_to, hopper
+from cards import H200, PORTABLE, SMALL, hold_to, hopper
+from cases import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.geometry import HEAD_DIMS, SPLITK_MAX_ROWS
+from dakrun.geometry import (
+    HEAD_DIMS,
+    SPLITK_MAX_ROWS,
+    TILED_MAX_ROWS,
+    TILED_PORTABLE_X_TILES,
+)
 from dakrun.hardware import Card, HardwareProfile, load_profile
-from dakrun.kernels.attention import KVShape, attention_config
+from dakrun.kernels.attention import KVShape, attention_config, prompt
 from dakrun.kernels.runtime import card_of, held_to
-from dakrun.launches import TierAccess, gemm_config, split_row_blocks
+from dakrun.launches import (
+    TierAccess,
+    gemm_config,
+    kernel_for,
+    split_row_blocks,
+    tiled_config,
+)
 
 KIB = 1024
 
@@ -68,3 +80,51 @@ def test_launches_fit_the_card(
     assert min(stages) >= 2
     if alone:
         assert 2 * attention.shared_bytes > card.shared_bytes_per_sm - 4 * KIB
+
+
+@pytest.mark.parametrize("card", [H200, SMALL, replace(SMALL, sms=48)])
+@given(
+    counts=st.lists(st.integers(0, 4000), min_size=1, max_size=3).filter(any),
+    n=st.integers(1, TILED_MAX_ROWS),
+    cols=st.integers(1, 16384),
+    limited=st.booleans(),
+)
+@few_examples(20)
+def test_launches_of_many_rows_fit_the_card(
+    card: Card, counts: list[int], n: int, cols: int, limited: bool
+) -> None:
+    """One CTA on an SM, in clusters that the card has, whose ring has two stages or more."""
+    access = [TierAccess(), TierAccess(8, 2**18), TierAccess(4, 2**20)]
+    tiers = (access if limited else [TierAccess()] * 3)[: len(counts)]
+    for launch in tiled_config(n, counts, tiers, cols=cols, card=card).launches:
+        assert launch.shared_bytes <= card.lone_ring_bytes and launch.stages >= 2
+        assert launch.shape.ctas <= card.max_cluster and launch.ctas <= card.sms
+        assert launch.shape.tiles in TILED_PORTABLE_X_TILES or card.has_wgmma
+    for dim in HEAD_DIMS:
+        stages = prompt.ring_stages(dim, card)
+        assert stages >= 2 and stages * prompt.stage_bytes(dim) <= card.lone_ring_bytes
+
+
+def test_idle_ctas_where_two_share_an_sm() -> None:
+    """A free SM would get two CTAs of the next launch; where an SM has room for one, it cannot."""
+    tiers = [TierAccess()]
+    for card, ctas in ((H200, 132), (SMALL, 3)):
+        assert (
+            gemm_config(8, split_row_blocks([3], tiers, card=card), tiers, card=card).ctas == ctas
+        )
+        attention = attention_config(KVShape(1, 128, 64), [1], tiers, card=card)
+        assert sum(attention.ctas) + attention.idle >= ctas
+
+
+@pytest.mark.parametrize(
+    ("card", "kernels"),
+    [
+        (H200, {32: "splitk", 33: "tiled", 4096: "tiled"}),
+        (PORTABLE, {64: "splitk", 128: "splitk", 129: "torch"}),
+        (SMALL, {64: "splitk", 65: "tiled", 4096: "tiled"}),
+        (replace(SMALL, tiled_rows=512), {64: "splitk", 512: "tiled", 513: "torch"}),
+    ],
+)
+def test_the_kernel_for_some_rows(card: Card, kernels: dict[int, str]) -> None:
+    for n, kernel in kernels.items():
+        assert kernel_for(n, 3584, 4096, remote=False, card=card) == kernel

@@ -26,7 +26,7 @@ from dakrun.engine import (
 )
 from dakrun.engine.kv_cache import KVCache
 from dakrun.geometry import NO_TOKEN
-from dakrun.hardware import load_profile
+from dakrun.hardware import ANY_ROWS, load_profile
 from dakrun.kernels import variants
 from dakrun.kernels.attention import KVShape
 from dakrun.kernels.gemm import dispatch as products
@@ -156,7 +156,7 @@ def test_prompts_and_steps(
     by = "splitk"
     if path.name.startswith(IN_TILES):
         by = "tiled"
-        hold_to(replace(CARD, tiled=True), monkeypatch)
+        hold_to(replace(CARD, tiled_rows=ANY_ROWS), monkeypatch)
     elif path.name.startswith(IN_TORCH):
         by = "torch"
         monkeypatch.setattr(products, "PIECE_BYTES", 2**14)
@@ -213,7 +213,7 @@ def test_prompts_and_steps(
     config, mixes = backend.model.config, path.name.startswith(MIXED)
     ahead = [
         variant
-        for card in (CARD, replace(CARD, tiled=True))
+        for card in (CARD, replace(CARD, tiled_rows=ANY_ROWS))
         for variant in variants(
             torch.float16, SPLITK_ROWS, card, head_dim=config.head_dim,
             group=config.num_heads // config.num_kv_heads, mixes=mixes,

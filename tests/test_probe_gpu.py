@@ -2,23 +2,25 @@
 
 import datetime
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cards import H200, PORTABLE
+from cards import H200, PORTABLE, SMALL, hold_to
 from test_measured_h200 import shows_what_the_method_rests_on
 
 from dakrun.errors import CannotRun
 from dakrun.geometry import (
     BANDWIDTH_MAX_SOURCES,
+    TILED_PORTABLE_X_TILES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
 )
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
-from dakrun.kernels.runtime import jit
+from dakrun.kernels.runtime import card_of, jit
 from dakrun.probe.congestion import PER_SM, grouped
 from dakrun.probe.gpu import GpuProbe, measure_gpu, measured_variants
 from dakrun.probe.measurement import (
@@ -29,6 +31,7 @@ from dakrun.probe.measurement import (
     Effort,
     Measurement,
     buffer_sizes,
+    fitting,
     provenance,
     ring_for,
 )
@@ -49,16 +52,27 @@ GIB = 2**30
     ],
 )
 def test_rings(per_cta: int, ring: tuple[int, int] | None) -> None:
-    assert ring_for(per_cta) == ring
+    assert ring_for(per_cta, H200) == ring
+    assert ring_for(per_cta, SMALL) == (None if per_cta > 64 * KIB else ring)
     assert ring is None or ring[0] * ring[1] == per_cta
 
 
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_the_grid_has_windows_for_kernels(effort: Effort) -> None:
-    grid = [(n, w) for n in effort.sms for w in effort.windows if ring_for(w // n)]
+    grid = [(n, w) for n in effort.sms for w in effort.windows if ring_for(w // n, SMALL)]
     usable = {w for n, w in grid if PER_SM[0] <= w // n <= PER_SM[1]}
     assert usable >= {128 * KIB, 256 * KIB, 512 * KIB, MIB}
     assert any(w >= 2 * MIB for _, w in grid)
+
+
+@pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
+def test_rings_of_a_card(effort: Effort) -> None:
+    for rings in (effort.hbm_rings, effort.remote_rings):
+        assert fitting(rings, H200) == list(rings)
+        small = fitting(rings, SMALL)
+        assert len(small) == len(set(small)) and {chunk for chunk, _ in small} == dict(rings).keys()
+        assert all(stages >= 2 and chunk * stages < SMALL.shared_bytes for chunk, stages in small)
+    assert max(chunk * stages for chunk, stages in fitting(effort.hbm_rings, SMALL)) == 96 * KIB
 
 
 def test_buffers() -> None:
@@ -74,13 +88,14 @@ def test_buffers() -> None:
 
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_what_is_compiled_ahead(effort: Effort) -> None:
-    for card in (H200, PORTABLE):
+    for card in (H200, PORTABLE, SMALL, replace(SMALL, tiled_rows=512)):
         needed = measured_variants(effort, card)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
         tiled = {macros["TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
-        assert tiled == ({*TILED_X_TILES, *TILED_WIDE_TILES} if card.tiled else set())
-        assert sources.count("unpack.cu") == (not card.tiled)
+        every = {*TILED_X_TILES, *TILED_WIDE_TILES} if card.has_wgmma else {*TILED_PORTABLE_X_TILES}
+        assert tiled == (every if card.tiled else set())
+        assert sources.count("unpack.cu") == (card in (PORTABLE, replace(SMALL, tiled_rows=512)))
         assert sources.count("splitk_flash_attn.cu") == 1
     quick = measured_variants(QUICK, H200)
     of_few = sorted(macros["NORM"] for source, macros in quick if source == "splitk_gemm.cu")
@@ -169,15 +184,23 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
         {"chunk": 24},
         {"stages": 0},
         {"stages": 65, "chunk": 16},
-        {"stages": 15, "chunk": 16 * KIB},
         {"bytes": 4 * 4096 - 1},
     ],
 )
 def test_bad_readers(values: dict[str, int]) -> None:
     good = {"address": 0, "bytes": MIB, "ctas": 4, "chunk": 4096, "stages": 4}
     assert Reader(**good).in_flight == 64 * KIB
-    with pytest.raises(ValueError, match=r"expected|do not fit"):
+    with pytest.raises(ValueError, match="expected"):
         Reader(**{**good, **values})
+
+
+def test_a_ring_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    sink = torch.zeros(4, dtype=torch.int32)
+    for card, stages in ((H200, 15), (SMALL, 7)):
+        hold_to(card, monkeypatch)
+        with pytest.raises(ValueError, match="do not fit"):
+            read_once(0, 0, ctas=4, chunk=16 * KIB, stages=stages, sink=sink, pdl=False)
 
 
 def test_bad_readings() -> None:
@@ -202,6 +225,12 @@ def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kept(cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(cubins))
+
+
+@pytest.fixture
+def with_clusters() -> None:
+    if not card_of(torch.device("cuda", 0)).clusters:
+        pytest.skip("the card has no clusters")
 
 
 @pytest.mark.gpu
@@ -266,7 +295,7 @@ def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("chunks", [1, 3, 4, 9])
-def test_a_launch_in_clusters(kept: None, size: int, chunks: int) -> None:
+def test_a_launch_in_clusters(kept: None, with_clusters: None, size: int, chunks: int) -> None:
     data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     read: dict[str, Any] = {"clusters": 3, "chunk": 16 * KIB, "stages": 3, "chunks": chunks}
     assert read_multicast(data.data_ptr(), data.numel(), size=size, **read) > 0
@@ -274,7 +303,7 @@ def test_a_launch_in_clusters(kept: None, size: int, chunks: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_launch_that_the_driver_refuses(kept: None) -> None:
+def test_a_launch_that_the_driver_refuses(kept: None, with_clusters: None) -> None:
     data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     with pytest.raises(RuntimeError, match=r"launch of read_multicast failed: .*cluster 32"):
         read_multicast(

@@ -6,8 +6,8 @@ Pure choices and arithmetic; tiers.py measures.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dakrun.hardware import LOCAL, RemoteTier
-from dakrun.probe.measurement import KIB, Ring, ring_for
+from dakrun.hardware import LOCAL, Card, RemoteTier
+from dakrun.probe.measurement import KIB, Ring, fitting, ring_for
 
 MIB, GIB = 2**20, 2**30
 MAX_LAUNCHES = 16_384  # launches of a chain, however small the operands
@@ -72,9 +72,15 @@ class Ceilings:
         return max(n / rate for n, rate in zip(tier_bytes, rates, strict=True))
 
 
-def link_ring(tier: RemoteTier) -> Ring:
+def hbm_ring(card: Card) -> Ring:
+    """The ring of an SM of `card` that reads HBM."""
+    return fitting([HBM_RING], card)[0]
+
+
+def link_ring(tier: RemoteTier, card: Card) -> Ring:
     """The largest ring for which all SMs of `tier` together stay within its window."""
-    per_sm = min(max(tier.window_bytes // tier.sms, MIN_IN_FLIGHT), MAX_IN_FLIGHT)
-    ring = ring_for(1 << per_sm.bit_length() - 1)
+    most = min(MAX_IN_FLIGHT, card.lone_ring_bytes)
+    per_sm = min(max(tier.window_bytes // tier.sms, MIN_IN_FLIGHT), most)
+    ring = ring_for(1 << per_sm.bit_length() - 1, card)
     assert ring is not None
     return ring

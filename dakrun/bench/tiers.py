@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from dakrun.bench.ceilings import HBM_RING, Ceilings, Effort, link_ring
+from dakrun.bench.ceilings import Ceilings, Effort, hbm_ring, link_ring
 from dakrun.bench.sweep import Case, buffer_bytes
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL, RemoteTier
@@ -74,11 +74,11 @@ def _rates(
     block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, device=device)
     for buffer in buffers.values():
         fill(buffer, block)
-    sms = card_of(device).sms
-    readers = {LOCAL: Buffer(buffers[LOCAL]).reader(sms, HBM_RING)}
+    card = card_of(device)
+    readers = {LOCAL: Buffer(buffers[LOCAL]).reader(card.sms, hbm_ring(card))}
     for tier in remote:
         far = Buffer(buffers[tier.name])
-        readers[tier.name] = far.reader(min(tier.sms, sms), link_ring(tier))
+        readers[tier.name] = far.reader(min(tier.sms, card.sms), link_ring(tier, card))
 
     def readings(reader: Reader) -> list[float]:
         return [read_window([reader], effort.seconds)[0] for _ in range(effort.readings)]

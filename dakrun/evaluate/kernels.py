@@ -110,7 +110,7 @@ class Kernels:
     def read(self, point: ReadPoint) -> Result:
         """Measure the bandwidths of HBM and of the remote tier while both are read."""
         (name,) = remote_names(self.scope, point.remote)
-        ring = ring_for(point.in_flight // point.sms) if point.sms else None
+        ring = ring_for(point.in_flight // point.sms, self.card) if point.sms else None
         if point.sms and ring is None:
             each = f"{point.in_flight / point.sms / 1024:,.4g} KiB"
             return Result(source="measured", problem=f"an SM cannot keep {each} in flight")

@@ -5,7 +5,7 @@ profiles that are shipped or kept, card.py the GPU as launches see it, kernels.p
 kernels. Imports neither torch nor CUDA.
 """
 
-from dakrun.hardware.card import BARRIER_BYTES, MIN_SHARED_BYTES, Card
+from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
 from dakrun.hardware.files import (
     cpu_name,
     find_profile,
@@ -30,6 +30,7 @@ from dakrun.hardware.parts import (
 from dakrun.hardware.profile import SCHEMA, HardwareProfile
 
 __all__ = [
+    "ANY_ROWS",
     "BARRIER_BYTES",
     "LOCAL",
     "MIN_SHARED_BYTES",

@@ -12,6 +12,7 @@ from dakrun.geometry import KERNEL_TARGETS
 MIN_SHARED_BYTES = 227 * 1024  # of a CTA, which the kernels need
 DRIVER_BYTES = 1024  # of an SM's shared memory, which the driver keeps for each CTA
 BARRIER_BYTES = 1024  # shared memory of a CTA for barriers, besides its ring
+ANY_ROWS = 1 << 30  # more rows than any product has
 HOPPER_SMS = 132
 HOPPER_CLUSTERS = (66, 39, 30, 22, 17, 15, 15)  # of 2, 3, ... CTAs on an H200; some have 1 less
 # Shared memory of an SM by compute capability (CUDA C++ Programming Guide, technical
@@ -26,8 +27,8 @@ class Card:
     `capability` is the compute capability, such as "9.0". `clusters` has the number of clusters
     that run at a time, for clusters of 2, 3, ... CTAs, one CTA per SM. Large ones leave some SMs of
     a GPC free. Empty: CTAs form no clusters. An SM has `ctas_per_sm` CTAs of SplitK_GEMM, attention
-    and norms at a time, each of a different launch. If `tiled`, the tiled GEMM multiplies many rows
-    of X; else torch does, from unpacked weights, which is faster on that card.
+    and norms at a time, each of a different launch. The tiled GEMM multiplies many rows of X, up to
+    `tiled_rows`; torch multiplies more, from unpacked weights, which is faster on that card.
 
     - even_waves: groups, tiles and SMs are chosen for even waves. Without it they are the largest,
       and the last wave has what is left.
@@ -40,7 +41,7 @@ class Card:
     shared_bytes_per_sm: int
     clusters: tuple[int, ...]
     ctas_per_sm: int = 2
-    tiled: bool = True
+    tiled_rows: int = ANY_ROWS
     even_waves: bool = True
     multicast: bool = True
     windows: bool = True
@@ -57,7 +58,9 @@ class Card:
         """The card of a compute capability with `sms` SMs; what is not given follows from these.
 
         Clusters are estimated from an H200's. A card with less than half of an H200's shared memory
-        has no clusters, and one CTA per SM.
+        has no clusters, and one CTA per SM. There the tiled GEMM multiplies any number of rows: it
+        is an estimate that torch gains nothing with the same mma.sync and W unpacked through HBM.
+        On 10.0 torch has faster instructions (tcgen05).
         """
         shared = shared_bytes_per_sm or SM_SHARED_BYTES.get(capability, SM_SHARED_BYTES["9.0"])
         small = shared < SM_SHARED_BYTES["9.0"] // 2
@@ -68,7 +71,7 @@ class Card:
             shared_bytes_per_sm=shared,
             clusters=clusters or estimate,
             ctas_per_sm=1 if small else 2,
-            tiled=capability == "9.0",
+            tiled_rows=0 if capability == "10.0" else ANY_ROWS,
         )
 
     @cached_property
@@ -83,14 +86,31 @@ class Card:
         return self.capability == "9.0"
 
     @property
+    def tiled(self) -> bool:
+        """Whether the tiled GEMM multiplies any rows of X."""
+        return self.tiled_rows > 0
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA that has an SM alone."""
         return self.shared_bytes_per_sm - DRIVER_BYTES
 
     @property
+    def lone_ring_bytes(self) -> int:
+        """Shared memory for the ring of a CTA that has an SM alone."""
+        return self.shared_bytes - BARRIER_BYTES
+
+    @property
     def ring_bytes(self) -> int:
         """Shared memory for the ring of a CTA that shares an SM with those of other launches."""
         return self.shared_bytes_per_sm // self.ctas_per_sm - DRIVER_BYTES - BARRIER_BYTES
+
+    def with_idle(self, ctas: int) -> int:
+        """CTAs of a launch of `ctas`, idle ones included, which keep SMs from the next launch.
+
+        A free SM would get two CTAs of that launch, where two share an SM.
+        """
+        return max(ctas, self.sms) if self.ctas_per_sm > 1 else ctas
 
     @property
     def max_cluster(self) -> int:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES
-from dakrun.hardware import MIN_SHARED_BYTES
+from dakrun.kernels.runtime.card import card_of
 from dakrun.kernels.runtime.jit import kernel
 from dakrun.kernels.runtime.operands import fields, ints, pointers
 
-MAX_RING_BYTES = MIN_SHARED_BYTES - 3 * 1024  # less room for barriers
 SOURCE = "bandwidth.cu"
 
 
@@ -97,7 +96,7 @@ class Window:
             sum(reader.ctas for reader in readers),
             32,
             args,
-            shared_bytes=max(reader.chunk * reader.stages for reader in readers),
+            shared_bytes=max(_ring_bytes(reader.chunk, reader.stages) for reader in readers),
         )
 
     def rates(self) -> list[float]:
@@ -125,7 +124,7 @@ def read_multicast(
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     kernel(SOURCE, "read_multicast").launch(
-        clusters * size, 32, args, shared_bytes=chunk * stages, cluster=size
+        clusters * size, 32, args, shared_bytes=_ring_bytes(chunk, stages), cluster=size
     )
     end.record()
     end.synchronize()
@@ -148,7 +147,8 @@ def read_once(
     args = _ReadOnceArgs(
         base=address, bytes=nbytes, chunk=chunk, stages=stages, sink=sink.data_ptr()
     )
-    kernel(SOURCE, "read_once").launch(ctas, 64, args, shared_bytes=chunk * stages, pdl=pdl)
+    shared_bytes = _ring_bytes(chunk, stages)
+    kernel(SOURCE, "read_once").launch(ctas, 64, args, shared_bytes=shared_bytes, pdl=pdl)
 
 
 def _check_ring(chunk: int, stages: int) -> None:
@@ -157,5 +157,11 @@ def _check_ring(chunk: int, stages: int) -> None:
             f"expected chunks of a multiple of 16 bytes and 1 to {BANDWIDTH_MAX_STAGES} stages, "
             f"got {stages} stages of {chunk} bytes"
         )
-    if chunk * stages > MAX_RING_BYTES:
+
+
+def _ring_bytes(chunk: int, stages: int) -> int:
+    """Shared memory of the ring of a CTA. Raises ValueError if the current GPU has less."""
+    card = card_of(torch.device("cuda", torch.cuda.current_device()))
+    if chunk * stages > card.lone_ring_bytes:
         raise ValueError(f"{stages} stages of {chunk} bytes do not fit into shared memory")
+    return chunk * stages

@@ -39,7 +39,8 @@ def normalize(
     "rms" rounds the normalized row before it multiplies the weight, as Llama does, and takes no
     bias. With `pdl` the launch may start before its predecessor ends, and reads weight and bias
     early. `pad_grid` adds idle CTAs up to the same number on each SM, for a successor launched
-    with PDL that runs two CTAs per SM: on free SMs the GPU would place both of them together.
+    with PDL that runs two CTAs per SM, where two share one: on free SMs the GPU would place both of
+    them together.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     if x.dim() != 2 or x.dtype not in operands.DTYPES:
@@ -71,7 +72,7 @@ def normalize(
     )
     threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
-    sms = card_of(x.device).sms if pad_grid else 1
+    sms = card_of(x.device).with_idle(1) if pad_grid else 1
     if n:
         kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
     return out

@@ -9,7 +9,7 @@ import torch
 
 from dakrun.formats import KERNEL_FORMATS, PACKED16, WeightFormat
 from dakrun.geometry import FEW_ROWS, HEAD_DIMS
-from dakrun.hardware import Card
+from dakrun.hardware import ANY_ROWS, Card
 from dakrun.kernels.attention import prompt
 from dakrun.kernels.attention import splitk as attention
 from dakrun.kernels.attention.copy_blocks import SOURCE as COPY_BLOCKS
@@ -45,8 +45,8 @@ def variants(
     The variants that take longest to compile come first.
     SplitK_GEMM is launched for each of `rows` rows of X, with a fused norm up to FEW_ROWS, and with
     `mixes` also for weights with mixed tiers. With `spills`, slots of attention may spill; with
-    `head_norms`, attention normalizes query and key heads. Many rows need the tiled GEMM, or on
-    other cards `unpack`, for torch. Weights have any of `formats`.
+    `head_norms`, attention normalizes query and key heads. Many rows need the tiled GEMM, or
+    `unpack`, for torch. Weights have any of `formats`.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
@@ -59,7 +59,8 @@ def variants(
     many = [(tiled_gemm.SOURCE, macros) for macros in tiled]
     formats = list(formats)
     return [
-        *_of_formats(many if card.tiled else [(UNPACK, {})], formats),
+        *_of_formats(many if card.tiled else (), formats),
+        *_of_formats([(UNPACK, {})] if card.tiled_rows < ANY_ROWS else (), formats),
         *_attention(dtype, head_dim, card, group, reads_spilled=spills, head_norms=head_norms),
         *_of_formats(skinny, formats),
         (COPY_BLOCKS, {}),

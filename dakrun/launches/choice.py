@@ -29,9 +29,15 @@ def splitk_rows(atom_bytes: int) -> int:
 
 
 def few_rows(card: Card, atom_bytes: int = ATOM_BYTES) -> int:
-    """Rows of X up to which SplitK_GEMM is the fastest kernel; it may launch twice."""
+    """Rows of X up to which SplitK_GEMM is the fastest kernel; it may launch twice.
+
+    With mma.sync the tiled GEMM is no faster for rows that one launch of SplitK_GEMM takes: H100,
+    a W of 28672 x 4096, 79 us for 64 rows, where the tiled GEMM takes 115 us for 128.
+    """
     most = splitk_rows(atom_bytes)
-    return min(FEW_ROWS, most) if card.tiled else 2 * most
+    if not card.tiled:
+        return 2 * most
+    return min(FEW_ROWS, most) if card.has_wgmma else most
 
 
 def kernel_for(
@@ -52,7 +58,7 @@ def kernel_for(
     most, once = few_rows(card, atom_bytes), splitk_rows(atom_bytes)
     if n <= (min(most, once) if remote else most):  # two launches would read W twice
         return "splitk"
-    if not card.tiled:
+    if n > card.tiled_rows:
         return "torch"
     if n > once:
         return "tiled"

@@ -57,8 +57,7 @@ class GemmConfig:
 
     X has up to `x_tiles` tiles of 8 rows. The halves of K are the first `half_cols` columns and the
     rest; with 0 each CTA takes all of K. Each tier has a split and a ring. With `mixes` the local
-    CTAs take the groups of the mixed split. `ctas` includes idle ones, one for each SM that the
-    splits leave free: else two CTAs of the next launch could share an SM.
+    CTAs take the groups of the mixed split. `ctas` includes idle ones (Card.with_idle).
     """
 
     ctas: int
@@ -163,7 +162,7 @@ def gemm_config(
     ]  # fmt: skip
     return GemmConfig(
         half_cols=half_cols,
-        ctas=max(card.sms, sum(split.ctas for split in splits if not (mixes and split.mixed))),
+        ctas=card.with_idle(sum(s.ctas for s in splits if not (mixes and s.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
             ring_bytes(split, ring, x_tiles, atom_bytes)

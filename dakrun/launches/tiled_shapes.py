@@ -19,9 +19,10 @@ from dakrun.geometry import (
     TILED_X_TILES,
     WARPGROUPS,
 )
-from dakrun.hardware import BARRIER_BYTES, Card
+from dakrun.hardware import Card
 from dakrun.units import ceil_div
 
+GROUP_WARPS = 4  # of a warpgroup
 MAX_OUTPUT_BLOCKS = 8  # of a warp
 # Shared memory of a CTA for one output block of each of its warps.
 OUTPUT_BLOCK_BYTES = (
@@ -177,7 +178,7 @@ class Shape:
 
 def _ring_room(card: Card) -> int:
     """Shared memory that barriers and the fewest output blocks leave to a ring."""
-    return card.shared_bytes - BARRIER_BYTES - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
+    return card.lone_ring_bytes - TILED_MIN_OUTPUT_BLOCKS * OUTPUT_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class Launch:
 
     def with_max_blocks(self, card: Card) -> "Launch":
         """The same with as many output blocks as fit beside the stages."""
-        room = card.shared_bytes - BARRIER_BYTES - self._ring_bytes
+        room = card.lone_ring_bytes - self._ring_bytes
         blocks = min(MAX_OUTPUT_BLOCKS, room // OUTPUT_BLOCK_BYTES)
         assert blocks >= TILED_MIN_OUTPUT_BLOCKS, f"{self.stages} stages leave {blocks} blocks"
         return replace(self, blocks=blocks)
@@ -284,7 +285,9 @@ def tiles_cycles(
     groups = ceil_div(tile_row_blocks, shape.group_row_blocks) * along_x
     x_tiles = min(along_x * shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK))
     landed = tile_row_blocks + x_tiles
-    shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + shape.tiles))
+    # With mma.sync each warp of a warpgroup reads X; with wgmma they read it together.
+    x_reads = 1 if card.has_wgmma else GROUP_WARPS
+    shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + x_reads * shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
     stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
     w, x = shape.atom_bytes * W_READ_WEIGHT * tile_row_blocks, ATOM_BYTES * x_tiles / shape.w_ctas

@@ -198,10 +198,10 @@ def normed_product(
     """Like `product`, with a norm of x before each product, as in a decode step.
 
     The kernel for up to FEW_ROWS rows normalizes x itself; more rows need a launch of `normalize`.
-    Without the tiled GEMM, torch multiplies many rows, and products launch without PDL.
+    Where torch multiplies many rows, products launch without PDL.
     """
     few = len(x) <= FEW_ROWS
-    pdl = few or bench.card.tiled
+    pdl = len(x) <= max(FEW_ROWS, bench.card.tiled_rows)
     launch, count = product(bench, memory, row_blocks, x, norm=few, pdl=pdl)
     if few:
         return launch, count

@@ -9,10 +9,11 @@ import torch
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
-from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS
+from dakrun.geometry import SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
+from dakrun.launches import few_rows
 from dakrun.memory.limits import available_host_memory
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
@@ -33,10 +34,12 @@ from dakrun.probe.gemm_costs import (
 )
 from dakrun.probe.machine import gpu_facts
 from dakrun.probe.measurement import (
+    KIB,
     Effort,
     Log,
     Measurement,
     buffer_sizes,
+    fitting,
     provenance,
     ring_for,
     spread,
@@ -169,7 +172,7 @@ class GpuProbe:
         grid = self.sweeps[f"{tier} congestion"] = congestion_sweep(bench, buffer, self.ring)
         points = [TierReading(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
         chosen = widened(points, choose_window(points, link_rate, self.hbm_rate))
-        ring = ring_for(chosen.in_flight // chosen.sms)
+        ring = ring_for(chosen.in_flight // chosen.sms, bench.card)
         assert ring is not None
         readers = (
             buffer.reader(chosen.sms, ring),
@@ -189,10 +192,13 @@ class GpuProbe:
         )
 
     def _sharing(self, tier: str, buffer: Buffer, link_rate: float) -> None:
-        """Measure several readers of the same bytes, with and without multicast."""
+        """Measure several readers of the same bytes, also with multicast where there is that."""
         shared = self.sweeps[f"{tier} amplification"] = amplification_sweep(self.bench, buffer)
-        cast = self.sweeps[f"{tier} multicast"] = multicast_sweep(self.bench, buffer, link_rate)
-        for sweep, name in ((shared, "8 readers of each chunk"), (cast, "multicast to 8")):
+        found = [(shared, "8 readers of each chunk")]
+        if self.bench.card.clusters:
+            cast = self.sweeps[f"{tier} multicast"] = multicast_sweep(self.bench, buffer, link_rate)
+            found.append((cast, "multicast to 8"))
+        for sweep, name in found:
             delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
             runs = self.bench.effort.runs
             self.log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], runs)
@@ -216,7 +222,8 @@ class GpuProbe:
         if len(peers) < 2:
             return None
         ctas = self.bench.sms // len(peers)
-        readers = [peer.reader(min(ctas, 32), (16 * 1024, 8)) for peer in peers]
+        (ring,) = fitting([(16 * KIB, 8)], self.bench.card)
+        readers = [peer.reader(min(ctas, 32), ring) for peer in peers]
 
         def together() -> list[float]:
             runs = zip(*self.bench.readings(*readers), strict=True)
@@ -297,7 +304,7 @@ def _capacity(tier: str, host_memory: int) -> int:
 
 def measured_variants(effort: Effort, card: Card) -> list[Variant]:
     """The kernel variants that are measured on `card`."""
-    most = FEW_ROWS if card.tiled else SPLITK_MAX_ROWS
+    most = min(few_rows(card), SPLITK_MAX_ROWS)
     rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
     needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM)
     return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]

@@ -5,11 +5,11 @@ Effort has the sizes and points for a GPU (cpu.py has a CPU's). Needs neither to
 
 import datetime
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL, Provenance
+from dakrun.hardware import LOCAL, Card, Provenance
 from dakrun.units import format_bytes, format_seconds
 
 KIB, MIB = 2**10, 2**20
@@ -84,11 +84,17 @@ QUICK = Effort(
 )
 
 
-def ring_for(per_cta: int) -> Ring | None:
-    """A ring with `per_cta` bytes, a power of two, in flight; None if there is none."""
+def ring_for(per_cta: int, card: Card) -> Ring | None:
+    """A ring with `per_cta` bytes, a power of two, in flight; None if `card` has none."""
     chunk = min(max(per_cta // 4, KIB), 16 * KIB)
     stages = per_cta // chunk
-    return (chunk, stages) if 2 <= stages <= 8 else None
+    return (chunk, stages) if 2 <= stages <= 8 and per_cta <= card.lone_ring_bytes else None
+
+
+def fitting(rings: Iterable[Ring], card: Card) -> list[Ring]:
+    """The `rings`, each with as many of its stages as fit on `card`."""
+    room = card.lone_ring_bytes
+    return list(dict.fromkeys((chunk, min(stages, room // chunk)) for chunk, stages in rings))
 
 
 def buffer_sizes(

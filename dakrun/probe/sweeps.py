@@ -14,7 +14,7 @@ from dakrun.hardware import Card, Sweep
 from dakrun.kernels import Reader, Window, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import copy
 from dakrun.probe.chain import graph_seconds
-from dakrun.probe.measurement import KIB, QUICK, Effort, Ring, ring_for, spread, steadier
+from dakrun.probe.measurement import KIB, QUICK, Effort, Ring, fitting, ring_for, spread, steadier
 
 MAX_CHAIN_OPS = 128
 
@@ -69,7 +69,9 @@ class Bench:
 def hbm_sweep(bench: Bench) -> Sweep:
     """HBM alone by CTAs (one per SM), chunk and stages."""
     counts = (bench.sms,) if bench.effort is QUICK else (bench.sms, bench.sms * 9 // 10, 64)
-    points = [(ctas, *ring) for ctas in counts for ring in bench.effort.hbm_rings]
+    points = [
+        (ctas, *ring) for ctas in counts for ring in fitting(bench.effort.hbm_rings, bench.card)
+    ]
     return _sweep(
         ("ctas", "chunk_bytes", "stages", "bytes_per_s"),
         points,
@@ -89,7 +91,9 @@ def l2_sweep(bench: Bench) -> Sweep:
 def direct_sweep(bench: Bench, remote: Buffer) -> Sweep:
     """A remote tier alone by SMs, chunk and stages."""
     counts = sorted({*bench.effort.sms, bench.sms})
-    points = [(sms, *ring) for sms in counts for ring in bench.effort.remote_rings]
+    points = [
+        (sms, *ring) for sms in counts for ring in fitting(bench.effort.remote_rings, bench.card)
+    ]
     return _sweep(
         ("sms", "chunk_bytes", "stages", "bytes_per_s"),
         points,
@@ -102,7 +106,7 @@ def congestion_sweep(bench: Bench, remote: Buffer, hbm_ring: Ring) -> Sweep:
     rows = []
     for window in bench.effort.windows:
         for sms in bench.effort.sms:
-            ring = ring_for(window // sms)
+            ring = ring_for(window // sms, bench.card)
             if ring is None or sms >= bench.sms:
                 continue
             readers = remote.reader(sms, ring), bench.hbm.reader(bench.sms - sms, hbm_ring)

@@ -133,7 +133,7 @@ def attention_config(
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
     return AttentionConfig(
         shape, slots, ctas, windows, stages, split, chunk, items, card.ring_bytes + LONE_BYTES,
-        alone, spread, reads_spilled, idle=max(0, sms - sum(ctas)),
+        alone, spread, reads_spilled, idle=card.with_idle(sum(ctas)) - sum(ctas),
     )  # fmt: skip
 
 

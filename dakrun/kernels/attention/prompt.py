@@ -21,7 +21,7 @@ from dakrun.geometry import (
     PROMPT_THREADS,
     WARPGROUPS,
 )
-from dakrun.hardware import BARRIER_BYTES, Card
+from dakrun.hardware import Card
 from dakrun.kernels.attention.kv_blocks import BlockTables
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.card import card_of
@@ -267,7 +267,7 @@ def stage_bytes(head_dim: int) -> int:
 
 def ring_stages(head_dim: int, card: Card) -> int:
     """Stages of the ring of a CTA, which has an SM of `card` alone."""
-    return min(PROMPT_MAX_STAGES, (card.shared_bytes - BARRIER_BYTES) // stage_bytes(head_dim))
+    return min(PROMPT_MAX_STAGES, card.lone_ring_bytes // stage_bytes(head_dim))
 
 
 def defines(

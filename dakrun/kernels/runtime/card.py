@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dakrun.geometry import TILED_THREADS
-from dakrun.hardware import BARRIER_BYTES, Card
+from dakrun.hardware import Card
 from dakrun.kernels.runtime import jit
 from dakrun.kernels.runtime.held import held
 
@@ -40,7 +40,6 @@ def _with_clusters(device: torch.device) -> Card:
         return card
     with torch.cuda.device(device):
         kernel = jit.kernel("copy_blocks.cu", "copy_blocks")
-    shared_bytes = card.shared_bytes - BARRIER_BYTES
     sizes = range(2, card.max_cluster + 1)
-    clusters = tuple(kernel.clusters(size, TILED_THREADS, shared_bytes) for size in sizes)
+    clusters = tuple(kernel.clusters(size, TILED_THREADS, card.lone_ring_bytes) for size in sizes)
     return replace(card, clusters=clusters)
