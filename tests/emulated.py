@@ -16,7 +16,7 @@ from compiled import kept
 
 from dakrun.geometry import CUDA_CONSTANTS
 from dakrun.kernels.gemm import AFTER_REMOTE
-from dakrun.kernels.runtime.held import held_macros
+from dakrun.kernels.runtime.held import held, held_macros
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -90,7 +90,13 @@ class EmulatedKernel:
         cluster: int = 1,
         pdl: bool = False,
     ) -> None:
-        """Launch as runtime.Kernel does. AssertionError for an error in some interleaving."""
+        """Launch as runtime.Kernel does. AssertionError for an error in some interleaving.
+
+        Also if the launch claims more than the card has to which launches are held.
+        """
+        if card := held():
+            assert shared_bytes <= card.lone_ring_bytes, f"{shared_bytes} bytes of shared memory"
+            assert cluster <= card.max_cluster, f"clusters of {cluster}"
         assert grid > 0 and grid % cluster == 0, f"{grid} CTAs in clusters of {cluster}"
         complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)

@@ -8,7 +8,8 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from cards import PORTABLE, hold_to
+from cards import PORTABLE, SMALL, hold_to
+from emulated import EmulatedKernel
 from tiny_models import damage, kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -26,7 +27,7 @@ from dakrun.engine import (
 )
 from dakrun.engine.kv_cache import KVCache
 from dakrun.geometry import NO_TOKEN
-from dakrun.hardware import ANY_ROWS, load_profile
+from dakrun.hardware import Card, load_profile
 from dakrun.kernels import variants
 from dakrun.kernels.attention import KVShape
 from dakrun.kernels.gemm import dispatch as products
@@ -39,6 +40,7 @@ from dakrun.weights import Checkpoint, Packing, load, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CARD = replace(PORTABLE, sms=3)
+SMALL_CARD = replace(SMALL, sms=3)  # with the tiled GEMM
 CPU = torch.device("cpu")
 ROOM = 2**16  # of keys and values on their way to remote slots
 COMMON = {
@@ -59,14 +61,16 @@ MIXED = ("opt-like-350m", "llama-gqa")  # whose local CTAs read the remote tier,
 
 @pytest.fixture(autouse=True)
 def launched(
-    emulated_kernels: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    emulated_kernels: Callable[..., EmulatedKernel], monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, dict[str, int]]]:
     """Kernels on the CPU; those that are asked for, by file and macros."""
     asked: list[tuple[str, dict[str, int]]] = []
 
-    def kernel(source: str, name: str, macros: dict[str, int] | None = None) -> object:
+    def kernel(source: str, name: str, macros: dict[str, int] | None = None) -> EmulatedKernel:
         asked.append((source, macros or {}))
-        return emulated_kernels(source, name, macros)
+        found = emulated_kernels(source, name, macros)
+        found.seed = len(asked)  # threads take turns in another order
+        return found
 
     monkeypatch.setattr(gemm, "atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
@@ -87,7 +91,9 @@ def model(
     return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep]:
+def model_of(
+    path: Path, batch: int, card: Card = CARD
+) -> tuple[KernelBackend, KVCache, DecodeStep]:
     """Parts of weights and slots in two tiers, which in some models the same CTAs read."""
     config = read_model_config(path)
     work = Workload(batch_size=batch, prompt_len=16, new_tokens=8, max_model_len=100)
@@ -97,7 +103,7 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
     )  # fmt: skip
     plan = make_plan(config, work, load_profile("h200-pcie5"), policy)
     tiers = allocate_tiers(tier_capacities(plan, packed=True), CPU)
-    accesses = tier_accesses(plan, CARD)
+    accesses = tier_accesses(plan, card)
     if path.name.startswith(MIXED):
         accesses = {
             op: (local, *(replace(access, mixed=True) for access in remote))
@@ -106,7 +112,7 @@ def model_of(path: Path, batch: int) -> tuple[KernelBackend, KVCache, DecodeStep
     shape = KVShape(config.num_kv_heads, config.head_dim, kv_positions(work))
     cache = KVCache(plan.kv_placement(), config.num_layers, shape, tiers, CPU)
     with Checkpoint(path) as source:
-        packing = Packing(accesses, CARD)
+        packing = Packing(accesses, card)
         weights = load(source, plan, tiers, CPU, packing=packing)
     backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
     step = DecodeStep(backend.with_buffers(None, batch), cache, shape, accesses["attention"])
@@ -153,15 +159,15 @@ def test_prompts_and_steps(
     kernels are among those that are compiled ahead.
     """
     path, reference = model
-    by = "splitk"
+    by, card = "splitk", CARD
     if path.name.startswith(IN_TILES):
-        by = "tiled"
-        hold_to(replace(CARD, tiled_rows=ANY_ROWS), monkeypatch)
+        by, card = "tiled", SMALL_CARD
+        hold_to(card, monkeypatch)
     elif path.name.startswith(IN_TORCH):
         by = "torch"
         monkeypatch.setattr(products, "PIECE_BYTES", 2**14)
     monkeypatch.setattr(products.Products, "kernel_for", lambda *_: by)
-    backend, cache, rows = model_of(path, 2)
+    backend, cache, rows = model_of(path, 2, card)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
@@ -213,7 +219,7 @@ def test_prompts_and_steps(
     config, mixes = backend.model.config, path.name.startswith(MIXED)
     ahead = [
         variant
-        for card in (CARD, replace(CARD, tiled_rows=ANY_ROWS))
+        for card in (CARD, SMALL_CARD)
         for variant in variants(
             torch.float16, SPLITK_ROWS, card, head_dim=config.head_dim,
             group=config.num_heads // config.num_kv_heads, mixes=mixes,

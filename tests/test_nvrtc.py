@@ -18,6 +18,7 @@ from compiled import kept
 
 from dakrun.errors import CannotRun
 from dakrun.geometry import CUDA_CONSTANTS, FEW_ROWS, SPLITK_THREADS
+from dakrun.hardware import BARRIER_BYTES
 from dakrun.kernels import all_variants, attention_variant
 from dakrun.kernels.attention import cta_threads
 from dakrun.kernels.runtime import (
@@ -90,6 +91,7 @@ def test_every_kernel_compiles_without_spills_or_warnings(
             + "".join(f"  {name}={value}" for name, value in defines.items())
         )
         assert not kernel.spills, kernel
+        assert kernel.shared_bytes <= BARRIER_BYTES, "rings have the rest"
     assert found.warnings == ()
 
 
