@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from cards import hopper
+from cards import H200
 
 from dakrun.geometry import KV_BLOCK
+from dakrun.hardware import Card
 from dakrun.kernels import HeadNorms
 from dakrun.kernels.attention import (
     AttentionConfig,
@@ -79,15 +80,19 @@ class Case:
         sms: int,
         mixed: bool = False,
         reads_spilled: bool = False,
+        card: Card = H200,
     ) -> AttentionConfig:
-        """With slots in as many `tiers`, or all in the first; the second may be `mixed` with it."""
+        """With slots in as many `tiers`, or all in the first; the second may be `mixed` with it.
+
+        For `sms` SMs of the `card`.
+        """
         tiers = tiers or (len(self.lengths),)
         access = (ACCESS[0], dataclasses.replace(ACCESS[1], mixed=mixed))
         return attention_config(
             self.shape,
             tiers,
             access[: len(tiers)],
-            card=hopper(sms),
+            card=dataclasses.replace(card, sms=sms),
             capacity=8,
             reads_spilled=reads_spilled,
         )

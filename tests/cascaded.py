@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from attended import Case
+from cards import H200
 
 from dakrun.geometry import KV_BLOCK
+from dakrun.hardware import Card
 from dakrun.kernels.attention import PrefixAttention, RowGroup
 
 
@@ -22,6 +24,7 @@ def check_cascade(
     remote: bool = False,
     device: torch.device | None = None,
     sms: int = 5,
+    card: Card = H200,
 ) -> None:
     """Rows of `lengths`; each of `groups` (first row, rows, blocks) shares its first blocks.
 
@@ -65,7 +68,7 @@ def check_cascade(
         prefixes.launch(
             case.q, cached, scale=dim**-0.5, layer=0, rotations=case.turns, head_bytes=head_bytes
         )
-        out = case.run(case.config(sms=sms), slots, prefixes)
+        out = case.run(case.config(sms=sms, card=card), slots, prefixes)
     for first, rows, blocks in groups:
         for number in others(first, rows):
             blocks_of(slots[number], blocks).copy_(blocks_of(kept[number], blocks))

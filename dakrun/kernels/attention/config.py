@@ -133,8 +133,8 @@ def attention_config(
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
     lone = min(card.ring_bytes + LONE_BYTES, card.lone_ring_bytes)
     return AttentionConfig(
-        shape, slots, ctas, windows, stages, split, chunk, items, lone, alone, spread, reads_spilled,
-        idle=card.with_idle(sum(ctas)) - sum(ctas),
+        shape, slots, ctas, windows, stages, split, chunk, items, lone, alone, spread,
+        reads_spilled, idle=card.with_idle(sum(ctas)) - sum(ctas),
     )  # fmt: skip
 
 
