@@ -1,6 +1,8 @@
 """Cards: from a profile or a compute capability, or held by hand; launches claim no more."""
 
+import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from dakrun.geometry import (
 )
 from dakrun.hardware import Card, HardwareProfile, load_profile
 from dakrun.kernels.attention import KVShape, attention_config, prompt
-from dakrun.kernels.runtime import card_of, held_to
+from dakrun.kernels.runtime import Kernel, card_of, compile_ahead, held_to
 from dakrun.launches import (
     TierAccess,
     gemm_config,
@@ -56,6 +58,30 @@ def test_a_card_is_held_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError), held_to(SMALL):
         raise RuntimeError
     assert card_of(gpu) is H200
+
+
+@pytest.mark.parametrize(("shared_bytes", "cluster"), [(98 * KIB, 2), (98 * KIB + 1, 1)])
+def test_a_launch_that_claims_more_than_the_held_card_has(shared_bytes: int, cluster: int) -> None:
+    class Args(ctypes.Structure):
+        _fields_ = ()
+
+    function = SimpleNamespace(kernel=SimpleNamespace(ptr=0), name="copy", shared_size_bytes=KIB)
+    with held_to(SMALL), pytest.raises(RuntimeError, match=r"launch of copy failed: .* 12\.0 with"):
+        Kernel(function).launch(2, 32, Args(), shared_bytes=shared_bytes, cluster=cluster)
+
+
+def test_a_held_card_keeps_kernels_from_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled ahead or when they are launched, for the GPU at hand."""
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        "dakrun.kernels.runtime.jit.cached_cubin", lambda _, arch, defines: asked.append(defines)
+    )
+    for card in (SMALL, PORTABLE, H200):
+        with held_to(card):
+            compile_ahead([("tiled_gemm.cu", {"TILES": 8})], "sm_90a")
+    compile_ahead([("tiled_gemm.cu", {"TILES": 8})], "sm_90a")
+    no_wgmma = {"TILES": 8, "WGMMA": 0}
+    assert asked == [{**no_wgmma, "CLUSTERS": 0}, no_wgmma, {"TILES": 8}, {"TILES": 8}]
 
 
 @pytest.mark.parametrize("card", [H200, SMALL])

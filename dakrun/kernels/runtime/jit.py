@@ -16,7 +16,7 @@ import torch
 
 from dakrun.errors import CannotRun
 from dakrun.interrupt import Workers
-from dakrun.kernels.runtime.held import held_macros
+from dakrun.kernels.runtime.held import held, held_macros
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
 
@@ -46,10 +46,12 @@ class Kernel:
         `shared_bytes` is the dynamic shared memory of a CTA. Each `cluster` CTAs form a cluster; it
         divides the grid. With `pdl` (programmatic dependent launch) the kernel may start before its
         predecessor has ended, and must itself wait before it uses what that kernel writes.
-        Raises ValueError for a wrong grid, RuntimeError if the driver refuses the launch.
+        Raises ValueError for a wrong grid, RuntimeError if the driver refuses the launch, or if it
+        claims more than the card has to which launches are held.
         """
         if grid < 1 or grid % cluster:
             raise ValueError(f"expected a positive multiple of {cluster} CTAs, got {grid}")
+        self._check_held(shared_bytes, cluster)
         driver = _driver()
         self._allow(shared_bytes)
         config = _launch_config(driver, grid, block, shared_bytes)
@@ -80,6 +82,18 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the occupancy of {self._function.name} is unknown: {status.name}")
         return int(found)
+
+    def _check_held(self, shared_bytes: int, cluster: int) -> None:
+        card = held()
+        if card is None:
+            return
+        total = shared_bytes + self._function.shared_size_bytes
+        if total > card.shared_bytes or cluster > card.max_cluster:
+            raise RuntimeError(
+                f"launch of {self._function.name} failed: {total} bytes of shared memory in "
+                f"clusters of {cluster}, but launches are held to a card of compute capability "
+                f"{card.capability} with {card.shared_bytes}, in clusters of {card.max_cluster}"
+            )
 
     def _allow(self, shared_bytes: int) -> None:
         if shared_bytes > self._function.max_dynamic_shared_size_bytes:
