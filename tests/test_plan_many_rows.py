@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import ModelConfig, Workload
-from dakrun.hardware import HardwareProfile, OpCosts, load_profile
+from dakrun.hardware import Card, HardwareProfile, OpCosts, load_profile
 from dakrun.launches import TierAccess, tiled_config
 from dakrun.models import known_model
 from dakrun.plan import (
@@ -133,6 +133,25 @@ def test_staging_costs_what_the_profile_says() -> None:
         either = plan(8, profile, offload_ratio=0.1, kv_offload_ratio=0.0)
         assert either.predicted_s <= min(direct.predicted_s, staged.predicted_s) * (1 + 1e-9)
     assert {op.transport for op in plan(8, slow, offload_ratio=0.1).weights()} == {"direct"}
+
+
+def test_without_clusters_each_tile_of_x_reads_the_remote_part_again() -> None:
+    """So that staging it is faster for many rows; torch reads it once, from unpacked pieces."""
+
+    def link(n: int, card: Card) -> float:
+        op = linear_op("m", (4096, 4096), n=n, element_bytes=2)
+        small = load_profile("rtx-pro-6000")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HardwareProfile, "card", card)
+            found = many_rows_times(op, (448, 64), (180, 8), 1e-9, small, ["host"])[1]
+        return found - small.kernel_model.launch_gap_seconds
+
+    card = load_profile("rtx-pro-6000").card
+    once = link(65, card)
+    for n, reads in ((128, 1), (129, 2), (512, 4), (4096, 32)):
+        assert link(n, card) == pytest.approx(reads * once)
+        assert link(n, replace(card, tiled_rows=64)) == pytest.approx(once)
+        assert link(n, replace(card, clusters=(94, 50))) <= reads * once
 
 
 @pytest.mark.parametrize("n", [128, 256, 512, 1024, 4096, 8192])

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import Card, HardwareProfile
-from dakrun.launches import TierAccess, tiled_config
+from dakrun.launches import Launch, TierAccess, tiled_config
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, kernel_compute_time
+from dakrun.units import ceil_div
 
 
 def many_rows_times(
@@ -26,7 +27,8 @@ def many_rows_times(
 
     `sms[t]` SMs multiply `counts[t]` row blocks of tier t. All SMs together would take `compute`
     seconds for the whole op. HBM limits the local part. A remote part is limited by the bytes of W
-    in its CTAs' rings, and its link idles for a while between launches.
+    in its CTAs' rings, and its link idles for a while between launches. Without clusters it crosses
+    the link once for each tile of X.
     """
     parts = [
         _part_times(op, tier, n, s, compute, profile, remote)
@@ -51,12 +53,17 @@ def _part_times(
     kernel = work * profile.sms / sms
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
-    link, rows = profile.tier(remote[tier - 1]), min(op.batch_size, TILED_MAX_ROWS)
-    held = sms * held_bytes(
-        rows, op.units, op.shape[1], link.window_bytes, profile.card, op.atom_bytes
+    link, card, rows = profile.tier(remote[tier - 1]), profile.card, op.batch_size
+    launch = _remote_launch(
+        min(rows, TILED_MAX_ROWS), op.units, op.shape[1], link.window_bytes, card, op.atom_bytes
     )
+    # CTAs of a cluster along X load the stages of one ring in turn.
+    held = sms * op.atom_bytes * launch.stages * launch.shape.row_blocks / launch.shape.x_ctas
     rate = link.direct_bytes_per_s * min(1.0, held / bytes_in_flight(link, profile))
-    return kernel, nbytes / rate + profile.kernel_model.launch_gap_seconds
+    reads = (
+        ceil_div(rows, launch.shape.rows) if rows <= card.tiled_rows and not card.clusters else 1
+    )
+    return kernel, nbytes * reads / rate + profile.kernel_model.launch_gap_seconds
 
 
 def many_rows_sms(
@@ -108,18 +115,16 @@ def many_rows_sms(
 
 
 @functools.cache
-def held_bytes(
+def _remote_launch(
     rows: int, row_blocks: int, cols: int, window: int, card: Card, atom_bytes: int
-) -> float:
-    """Bytes of W in the rings of a remote part, for each of its SMs.
+) -> Launch:
+    """The launch for `rows` of X and a W whose `row_blocks` all lie behind a link with `window`.
 
-    Taken from the launch for `rows` of X and a W whose `row_blocks` all lie behind a link with
-    `window`; an atom of W has `atom_bytes`. A launch for a part of W may have other tiles; on few
-    SMs its tiles are whole, so stages are counted for whole tiles.
+    An atom of W has `atom_bytes`. A launch for a part of W may have other tiles; on few SMs its
+    tiles are whole, so stages should be counted for whole tiles.
     """
     access = TierAccess(), TierAccess(window_bytes=window)
     (launch,) = tiled_config(
         rows, (0, row_blocks), access, cols=cols, card=card, atom_bytes=atom_bytes
     ).launches
-    # CTAs of a cluster along X load the stages of one ring in turn.
-    return atom_bytes * launch.stages * launch.shape.row_blocks / launch.shape.x_ctas
+    return launch
