@@ -17,14 +17,13 @@ from dakrun.evaluate.points import AttentionPoint, ProductPoint
 from dakrun.evaluate.scope import Scope
 from dakrun.geometry import (
     ATOM_COLS,
-    FEW_ROWS,
     ROWS_PER_BLOCK,
     SPLITK_MAX_ROWS,
     TILED_MAX_ROWS,
     row_block_count,
 )
 from dakrun.hardware import Card
-from dakrun.launches import TierAccess, tiled_config
+from dakrun.launches import By, TierAccess, kernel_for, tiled_config
 from dakrun.plan import Op, Policy, decode_ops
 from dakrun.units import ceil_div
 
@@ -98,25 +97,26 @@ def ablated(card: Card, without: Sequence[str]) -> Card:
 
 @dataclass(frozen=True)
 class LinkReads:
-    """The kernel of a product, "splitk" or "tiled", and how often it reads a remote row block."""
+    """The kernel of a product, and how often it reads a remote row block."""
 
-    by: str
+    by: By
     times: int
 
 
 def link_reads(scope: Scope, point: ProductPoint, case: GemmCase) -> LinkReads:
     """How often remote row blocks of a product cross the link, from the kernel's configuration.
 
-    The tiled GEMM reads them once for every tile of X; multicast makes these tiles taller.
+    The tiled GEMM reads them once for every tile of X; multicast makes these tiles taller. Torch
+    multiplies pieces of W that are unpacked once.
     """
-    if point.n <= FEW_ROWS or not case.units[1]:
-        few = point.n <= FEW_ROWS
-        return LinkReads(
-            "splitk" if few else "tiled", ceil_div(point.n, SPLITK_MAX_ROWS) if few else 1
-        )
+    card, remote = ablated(scope.profile.card, point.without), case.units[1] > 0
+    by = kernel_for(point.n, sum(case.units), case.shape.cols, remote=remote, card=card)
+    if by == "splitk":
+        return LinkReads(by, ceil_div(point.n, SPLITK_MAX_ROWS))
+    if by == "torch" or not remote:
+        return LinkReads(by, 1)
     from dakrun.engine import direct_accesses
 
-    card = ablated(scope.profile.card, point.without)
     names = remote_names(scope, point.remote)
     sms = foreseen(scope, point, case).sms[1:]
     access = TierAccess(), *direct_accesses(scope.profile, names, sms, card)
@@ -125,4 +125,4 @@ def link_reads(scope: Scope, point: ProductPoint, case: GemmCase) -> LinkReads:
         n = min(TILED_MAX_ROWS, point.n - first)
         config = tiled_config(n, case.units, access, cols=case.shape.cols, card=card)
         times += ceil_div(n, config.launches[0].shape.rows)
-    return LinkReads("tiled", times)
+    return LinkReads(by, times)
