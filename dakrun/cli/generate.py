@@ -14,6 +14,7 @@ from dakrun.cli.lookups import resolve_run_profile
 from dakrun.cli.options import (
     chat_template_option,
     device_option,
+    limits_option,
     load_format_option,
     model_options,
     policy_options,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 @workload_options
 @device_option("Where to compute.")
 @profile_option
+@limits_option
 @policy_options
 @load_format_option()
 @chat_template_option

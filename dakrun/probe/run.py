@@ -61,7 +61,9 @@ def device_name(device: Device) -> str:
         return cpu_name()
     import torch
 
-    return torch.cuda.get_device_name()
+    from dakrun.kernels.runtime import held_name
+
+    return held_name(torch.cuda.get_device_name())
 
 
 def default_name(device: Device) -> str:
