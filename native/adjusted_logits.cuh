@@ -56,25 +56,29 @@ __device__ __forceinline__ float value_of(uint32_t ordered) {
 struct AdjustedLogits {
   using Key = uint32_t;
   static constexpr Key kLowest = kMinusInfinity + 1;
+  static constexpr Key kModelKeys = BFLOAT16 ? 1 << 16 : 1 << 13;  // divides keys of the model's
   Row row;
   uint32_t* visible;  // [words(row.size)], in shared memory; bits past the row are 0
   Adjustments* own;   // or null
 
   __device__ __forceinline__ static int words(int size) { return (size + 31) / 32; }
 
-  // Call use(key, logit, token) for all logits of a thread that have a key of at least `least`.
+  // Call use(key, logit, token) for all logits of a thread that have a key of at least `least`. Keys
+  // from `end` on need not be shown: the end of a search is among the keys of `own` alone.
   template <class Use>
-  __device__ __forceinline__ void for_each(Key least, Use use) const {
-    row.for_each_chunk([&](const uint4& chunk, int number) {
-      const int first = row.first_token(number);
-      const uint32_t seen = bits_from(first);
-      if (seen == 0 || in_order(logit_of(largest(chunk))) < least) return;
-      for_each_of(chunk, first, [&](uint32_t bits, int token) {
-        const float logit = unpacked(bits).x;
-        const Key key = in_order(logit);
-        if (seen >> (token - first) & 1 && key >= least) use(key, logit, token);
+  __device__ __forceinline__ void for_each(Key least, Key end, Use use) const {
+    if (least <= (end - 1) / kModelKeys * kModelKeys) {
+      row.for_each_chunk([&](const uint4& chunk, int number) {
+        const int first = row.first_token(number);
+        const uint32_t seen = bits_from(first);
+        if (seen == 0 || in_order(logit_of(largest(chunk))) < least) return;
+        for_each_of(chunk, first, [&](uint32_t bits, int token) {
+          const float logit = unpacked(bits).x;
+          const Key key = in_order(logit);
+          if (seen >> (token - first) & 1 && key >= least) use(key, logit, token);
+        });
       });
-    });
+    }
     if (own == nullptr) return;
     for (int i = threadIdx.x; i < own->entries; i += kThreads) {
       const float logit = own->logits()[i];
@@ -189,7 +193,7 @@ __device__ __noinline__ int choose_adjusted(Row row, const Sampling& sampling, i
       __syncthreads();
     }
     rank = 0;
-    logits.for_each(AdjustedLogits::kLowest, [&](uint32_t key, float, int token) {
+    logits.for_each(AdjustedLogits::kLowest, kPlusInfinity, [&](uint32_t key, float, int token) {
       rank = max(rank, static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(token));
     });
     rank = reduce_cta(rank, parts.of[0], [](uint64_t a, uint64_t b) { return max(a, b); });

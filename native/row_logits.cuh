@@ -106,9 +106,9 @@ struct ModelLogits {
   Row row;
 
   // Call use(key, logit, token) for all logits of a thread, chunk by chunk; skip chunks that have
-  // no key of at least `least`.
+  // no key of at least `least`. Keys from the second argument on need not be shown.
   template <class Use>
-  __device__ __forceinline__ void for_each(Key least, Use use) const {
+  __device__ __forceinline__ void for_each(Key least, Key, Use use) const {
     row.for_each_chunk([&](const uint4& chunk, int number) {
       if (largest(chunk) < least) return;
       for_each_of(chunk, row.first_token(number), [&](uint32_t bits, int token) {

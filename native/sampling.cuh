@@ -104,7 +104,7 @@ __device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key
   if (sampling.top_k > 0 && sampling.top_k < logits.row.size) {
     least = find_threshold(least, best + 1, sampling.top_k, parts,
                            [&](Key first, Key step, Key high, uint64_t (&sums)[kProbes]) {
-                             logits.for_each(first, [&](Key key, float, int) {
+                             logits.for_each(first, high, [&](Key key, float, int) {
 #pragma unroll
                                for (int i = 0; i < kProbes; i++)
                                  sums[i] += key >= first + i * step && key < high;
@@ -114,7 +114,7 @@ __device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key
   if (sampling.top_p < 1.0f) {
     const float log2_scale = 1.4426950408889634f * scale;  // times log2(e)
     const auto add = [&](Key first, Key step, Key high, uint64_t (&sums)[kProbes]) {
-      logits.for_each(first, [&](Key key, float logit, int) {
+      logits.for_each(first, high, [&](Key key, float logit, int) {
         if (key < first || key >= high) return;
         const uint32_t amount = mass((logit - largest_logit) * log2_scale);
 #pragma unroll
@@ -132,7 +132,7 @@ __device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key
   }
   const uint64_t state = noise_state(sampling.seed, position);
   uint64_t rank = 0;  // of the thread's token: larger score first, then smaller token
-  logits.for_each(least, [&](Key key, float logit, int token) {
+  logits.for_each(least, best + 1, [&](Key key, float logit, int token) {
     const float log_probability = (logit - largest_logit) * scale;  // relative to the largest
     if (key < least || log_probability < sampling.log_min_p) return;
     const float score = log_probability + gumbel(state, token);
