@@ -181,32 +181,58 @@ def sampling_of(
     return torch.tensor(words, dtype=torch.int32, device=device), own
 
 
+def run_both(
+    rows: Sequence[SamplingParams], past: Sequence[History], steps: Sequence[torch.Tensor]
+) -> list[list[int]]:
+    """The tokens of each step with the given logits, which the kernel chooses as torch does."""
+    device, (n, vocabulary) = steps[0].device, steps[0].shape
+    words, _kept = sampling_of(rows, past, vocabulary, str(device), len(steps))
+    starts = [len(row.prompt) + len(row.tokens) - 1 for row in past]
+    lengths = torch.tensor(starts, dtype=torch.int32, device=device)
+    slots = torch.arange(n, dtype=torch.int32, device=device)
+    tokens = torch.zeros(n, dtype=torch.int32, device=device)
+    log = torch.full((n, 1), -9, dtype=torch.int32, pin_memory=device.type == "cuda")
+    found = []
+    for number, logits in enumerate(steps, 1):
+        select_token(logits, tokens, lengths, slots, log, words)
+        positions = [start + number for start in starts]
+        wanted = sample(logits.cpu(), rows, range(n), positions, past).tolist()
+        assert lengths.tolist() == positions
+        assert log[:, 0].tolist() == wanted
+        for row, token in zip(past, wanted, strict=True):
+            row.tokens.append(token)  # type: ignore[attr-defined]
+        found.append(wanted)
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [7, 1001, 33000])
 def test_the_kernel_chooses_as_torch(
     vocabulary: int, dtype: torch.dtype, kernel_device: str
 ) -> None:
     """Step after step, counting its own tokens; few logits are large, so that tokens repeat."""
-    n, steps = len(ROWS), 4 if kernel_device == "cpu" else 12
-    past = histories(vocabulary)
-    words, kept = sampling_of(ROWS, past, vocabulary, kernel_device, steps)
-    starts = [len(row.prompt) + len(row.tokens) - 1 for row in past]
-    lengths = torch.tensor(starts, dtype=torch.int32, device=kernel_device)
-    slots = torch.arange(n, dtype=torch.int32, device=kernel_device)
-    tokens = torch.zeros(n, dtype=torch.int32, device=kernel_device)
-    log = torch.full((n, 1), -9, dtype=torch.int32, pin_memory=kernel_device == "cuda")
-    for step in range(steps):
-        logits = normal(n, vocabulary, dtype=dtype, device=kernel_device)
+    count = 4 if kernel_device == "cpu" else 40
+    steps = [normal(len(ROWS), vocabulary, dtype=dtype, device=kernel_device) for _ in range(count)]
+    for logits in steps:
         logits[:, :8] += 3
-        select_token(logits, tokens, lengths, slots, log, words)
-        positions = [start + 1 + step for start in starts]
-        wanted = sample(logits.cpu(), ROWS, range(n), positions, past).tolist()
-        assert lengths.tolist() == positions
-        assert log[:, 0].tolist() == wanted
-        assert vocabulary > 7 or wanted[-1] == NONE_ALLOWED
-        for row, token in zip(past, wanted, strict=True):
-            row.tokens.append(token)  # type: ignore[attr-defined]
-    assert len(kept) == n
+    found = run_both(ROWS, histories(vocabulary), steps)
+    assert vocabulary > 7 or found[-1][-1] == NONE_ALLOWED
+
+
+def test_each_option_changes_the_kernel_s_choice(kernel_device: str) -> None:
+    """The logits are 6, 5, 4, ... in every step, so that it is known what each option does."""
+    rows = {
+        (1, 0, 2, 1, 0, 0): SamplingParams(bad_words=[(0, 0), (1, 0, 1), (9, 1, 0, 0), (9, 0)]),
+        (0, 1, 1, 2, 0, 1): SamplingParams(bad_words=[(9, 9)], frequency_penalty=0.75),
+        (1, 1, 1, 0, 0, 0): SamplingParams(min_tokens=3, stop_token_ids=[0]),
+        (0, 0, 0, 0, 0, 0): SamplingParams(repetition_penalty=1.01, presence_penalty=0.9),
+        (2, 2, 2, 2, 2, 2): SamplingParams(bad_words=[(0,)], logit_bias={0: 9, 1: -1.5}),
+    }
+    logits = 6 - torch.arange(12, dtype=torch.bfloat16, device=kernel_device)
+    past = [History((9,), []) for _ in rows]
+    past[3] = History((0, 9), [])
+    found = run_both(list(rows.values()), past, [logits.repeat(len(rows), 1)] * 6)
+    assert [*zip(*found, strict=True)] == list(rows)
 
 
 def test_their_memory_is_what_the_plan_has() -> None:
