@@ -50,7 +50,7 @@ LIGHT_MODULES = {
         f"dakrun.models.{name}"
         for name in (
             *("__init__", "decoder", "families", "files", "hf_config", "hub", "known", "llama"),
-            *("modules", "opt", "phi3", "qwen3"),
+            *("modules", "opt", "phi3", "quantization", "qwen3"),
         )
     ),
 }
