@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from dakrun.errors import UsageError
 from dakrun.probe import machine as machine_checks
 from dakrun.probe.machine import Gpu
 
-H200 = Gpu(0, "NVIDIA H200", (9, 0), 150_000_000_000, "0000:1b:00.0")
+H200 = Gpu(0, "NVIDIA H200", (9, 0), 150_000_000_000, "0000:1b:00.0", 227 * 1024)
 A100 = Gpu(1, "NVIDIA A100-SXM4-80GB", (8, 0), 85_000_000_000, "0000:43:00.0")
 VERSION = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\n"
@@ -145,9 +146,10 @@ def test_direct_transport() -> None:
     assert (found.status, found.finding) == ("lack", "gpu 1 (8.0): no TMA")
     assert "compute capability 9.0 or later" in found.remedy
     rtx = Gpu(0, "NVIDIA RTX PRO 6000", (12, 0), 96_000_000_000, "0000:1b:00.0", 99 * 1024)
-    found = machine_checks.direct_transport([rtx])
-    assert found.status == "lack" and "gpu 0 (99 KiB)" in found.finding
-    assert "227 KiB" in found.finding and "plain torch" in found.finding
+    assert machine_checks.direct_transport([rtx]).status == "ok"
+    found = machine_checks.direct_transport([replace(rtx, shared_bytes=64 * 1024)])
+    assert found.status == "lack" and "gpu 0 (64 KiB)" in found.finding
+    assert "99 KiB" in found.finding and "plain torch" in found.finding
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

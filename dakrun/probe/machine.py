@@ -126,7 +126,7 @@ def direct_transport(gpus: Sequence[Gpu]) -> Check:
     ]
     if old:
         return Check("direct transport", "lack", f"{', '.join(old)}: no TMA",
-                     f"direct reads need {needs}: Hopper or Blackwell")  # fmt: skip
+                     f"direct reads need {needs}, as Hopper and Blackwell have")  # fmt: skip
     small = [
         f"gpu {g.index} ({g.shared_bytes >> 10} KiB)"
         for g in gpus
