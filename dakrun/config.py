@@ -110,7 +110,59 @@ def _check_rope(kind: str, *, positive: tuple[float, ...]) -> None:
 
 
 RopeScaling = LinearRope | YarnRope | LongRope | Llama3Rope
-FamilyName = Literal["opt", "llama", "mistral", "qwen2", "qwen3", "phi3"]
+FamilyName = Literal[
+    *("opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
+    *("qwen3_moe", "mixtral", "olmoe", "glm4_moe"),
+]
+Scores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a router chooses `top_k` of `experts` experts for a token, and weighs their results.
+
+    An expert's score is its part of the softmax of the router's logits, or the sigmoid of its own.
+    Experts of the highest score are chosen, with `biased` of the highest sum of score and bias;
+    of equal ones those of the lowest index. Of `groups` groups of experts only the `top_groups`
+    take part whose two highest experts have the highest sum. The weights are the scores, with
+    `renormalized` divided by their sum, times `scale`.
+    """
+
+    experts: int
+    top_k: int
+    scores: Scores = "softmax"
+    renormalized: bool = True
+    biased: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        size, rest = divmod(self.experts, self.groups)
+        if rest or self.top_groups > self.groups or (self.groups > 1 and size < 2):
+            raise UsageError(
+                f"{self.top_groups} of {self.groups} groups of {self.experts} experts cannot be "
+                "chosen",
+                hint=_HINT,
+            )
+        if self.top_k > self.top_groups * size:
+            raise UsageError(
+                f"{self.top_k} experts a token cannot be chosen of {self.top_groups * size}",
+                hint=_HINT,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Feed-forwards of experts, of `ffn_size` each, in all layers but `dense_layers`.
+
+    Experts that all tokens share have `shared_size` together.
+    """
+
+    routing: Routing
+    ffn_size: int
+    shared_size: int = 0
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +174,9 @@ class ModelConfig:
     (`pre_norm` is False). `attention_bias` is that of queries, keys and values, `o_bias` that of
     attention's output. `max_positions` are those that the model can attend to as it is run here;
     `limited_by` says what limits them, if that is not the table of positions. `dtype` is that of
-    weights, KV cache and activations.
+    weights, KV cache and activations. RoPE rotates the first `rotary_factor` of each head.
+    `head_norms` says whether query and key heads are normalized, in a family whose models differ
+    in it. A checkpoint has `extra_layers` behind the last layer, which are left out.
     """
 
     name: str
@@ -148,6 +202,10 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     limited_by: str = ""
+    mixture: MixtureConfig | None = None
+    rotary_factor: float = 1.0
+    head_norms: bool = False
+    extra_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -181,11 +239,17 @@ class ModelConfig:
                 f"{self.num_kv_heads} key-value heads evenly",
                 hint="num_attention_heads must be a multiple of num_key_value_heads",
             )
-        if self.family != "opt" and self.head_dim % 2:
+        if self.family != "opt" and (self.rotary_dim % 2 or not 0 < self.rotary_factor <= 1):
+            part = "" if self.rotary_factor == 1 else f" times {self.rotary_factor}"
             raise UsageError(
-                f"{self.name}: rotary embeddings need an even head_dim, not {self.head_dim}",
+                f"{self.name}: rotary embeddings need an even head_dim, not {self.head_dim}{part}",
                 hint="compare head_dim in config.json with the published one",
             )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of a head that RoPE rotates, from the first on."""
+        return int(self.head_dim * self.rotary_factor)
 
     @property
     def q_size(self) -> int:

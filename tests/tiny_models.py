@@ -9,14 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 331
@@ -94,6 +98,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_attention_heads=6, num_key_value_heads=2, rope_parameters=_LONGROPE,
         original_max_position_embeddings=160, **(_LLAMA | {"max_position_embeddings": 640}),
     ),
+    "qwen3-moe-sharded": Qwen3MoeConfig(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=64, num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=50, norm_topk_prob=True, mlp_only_layers=[1],
+        **_LLAMA,
+    ),
+    "mixtral": MixtralConfig(
+        num_attention_heads=6, num_key_value_heads=3, num_local_experts=4, num_experts_per_tok=2,
+        **(_LLAMA | {"intermediate_size": 200}),
+    ),
+    "olmoe": OlmoeConfig(
+        num_attention_heads=6, num_key_value_heads=3, num_experts=8, num_experts_per_tok=3,
+        **(_LLAMA | {"intermediate_size": 72}),
+    ),
+    "glm4-moe": Glm4MoeConfig(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=80, n_routed_experts=12,
+        num_experts_per_tok=3, moe_intermediate_size=56, n_shared_experts=2, n_group=4,
+        topk_group=2, routed_scaling_factor=2.5, attention_bias=True, use_qk_norm=True, **_LLAMA,
+    ),
 }  # fmt: skip
 
 
@@ -102,11 +124,15 @@ def reference(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model of that name with seeded random weights, biases and norms included."""
     torch.manual_seed(sum(name.encode()))
     config = copy.deepcopy(CONFIGS[name])  # which gets the dtype in which the model is saved
+    config._experts_implementation = "eager"  # others need rows of a multiple of 16 bytes
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+        for label, buffer in model.named_buffers():
+            if label.endswith("e_score_correction_bias"):
+                buffer += 0.1 * torch.randn_like(buffer)
     return model.to(dtype).eval()
 
 

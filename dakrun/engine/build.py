@@ -43,7 +43,7 @@ def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
     """Whether `device` has kernels for all ops of the plan's model."""
     model = plan.model
     fits = can_pack(plan) and model.kv_layout.has_kernels(model.num_heads)
-    return fits and has_kernels(device)
+    return fits and model.mixture is None and has_kernels(device)
 
 
 def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
@@ -52,7 +52,8 @@ def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
         return None
     if not has_kernels(device):
         return f"{torch.cuda.get_device_name(device)} lacks what the kernels need (dakrun doctor)"
-    return f"there are no kernels for {plan.model.name}'s dtype or shapes"
+    lacking = "experts" if plan.model.mixture else "dtype or shapes"
+    return f"there are no kernels for {plan.model.name}'s {lacking}"
 
 
 def build_runner(

@@ -20,8 +20,9 @@ from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Guide
-from dakrun.kernels import reference
+from dakrun.kernels import experts, reference
 from dakrun.models.decoder import Attend, Decoder
+from dakrun.models.experts import Experts, Router
 from dakrun.models.functional import layer_norm, rms_norm, rope_table, rotate
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.plan import PREFILL_CHUNK_TOKENS
@@ -71,6 +72,29 @@ class ReferenceBackend:
             y = residual + y
         return self._norm(linear.post_norm, y) if linear.post_norm else y
 
+    def route(
+        self, router: Router, norm: Norm, x: torch.Tensor
+    ) -> tuple[torch.Tensor, experts.Chosen]:
+        """norm(x) [n, H] of x [n, H], and the experts chosen for each of its rows."""
+        x, bias = self._norm(norm, x), router.bias
+        weight = self._vectors[router.weight.name]
+        return x, experts.route(
+            x, weight, None if bias is None else self._vectors[bias.name], router.routing
+        )
+
+    def experts(
+        self,
+        module: Experts,
+        x: torch.Tensor,
+        chosen: experts.Chosen,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`module` of x by the choices of `route`: gated rows [n k, M / 2], or [n, H]."""
+        weight = self.matrices[module.name]
+        if residual is None:
+            return experts.gate_up(x, chosen, weight, module.expert_rows)
+        return experts.down(x, chosen, weight, residual)
+
     def _norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (
             self._vectors[operand.name] if operand else None for operand in (norm.weight, norm.bias)
@@ -82,10 +106,11 @@ class ReferenceBackend:
 
 
 class TimedBackend:
-    """A backend on the CPU that adds times of linear ops, attention and timers to `seconds`."""
+    """A backend on the CPU that adds times of ops with a matrix, attention and timers to `seconds`."""
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end
+        self.route = backend.route
         self.seconds: dict[str, float] = defaultdict(float)
         self._backend = backend
 
@@ -93,6 +118,11 @@ class TimedBackend:
         """The backend's `linear`, timed."""
         with self.timer(linear.op):
             return self._backend.linear(linear, *operands)
+
+    def experts(self, experts: Experts, *operands: Any) -> torch.Tensor:
+        """The backend's `experts`, timed."""
+        with self.timer(experts.op):
+            return self._backend.experts(experts, *operands)
 
     def timed(self, attend: Attend) -> Attend:
         """`attend`, timed."""
@@ -138,7 +168,7 @@ class ReferenceAttention:
         q, k, v = attention.split(qkv)
         if attention.norms:
             q, k = (
-                rms_norm(heads, self._vectors[weight.name], self._eps)
+                self._normalize(heads, self._vectors[weight.name])
                 for heads, weight in zip((q, k), attention.norms, strict=True)
             )
         if self._rope is not None:
@@ -156,6 +186,11 @@ class ReferenceAttention:
             else:
                 heads.append(reference.prefill_attention(own, cache, scale))
         return torch.cat(heads)
+
+    def _normalize(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The RMSNorm of each head of [n, H, D], or of all of them, as `weight` has columns."""
+        rows = heads.flatten(1).unflatten(1, (-1, len(weight)))
+        return rms_norm(rows, weight, self._eps).view(heads.shape)
 
     def _store(self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, Hkv, D] of a row's tokens to its slot's blocks."""

@@ -178,10 +178,10 @@ class Decoder:
 
     def vectors(self) -> Iterator[Operand]:
         """All operands beside matrices."""
-        if self.embedding.positions:
-            yield self.embedding.positions
-        for module in self.modules():
-            yield from module.vectors()
+        found = {} if (own := self.embedding.positions) is None else {own.name: own}
+        for module in self.modules():  # which may share a norm
+            found |= {vector.name: vector for vector in module.vectors()}
+        yield from found.values()
 
     @cached_property
     def ops(self) -> Mapping[str, Sequence[Module]]:

@@ -24,8 +24,11 @@ def layer_norm(
 def rope_table(
     config: ModelConfig, positions: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [positions, D / 2] of rotary embeddings (Su et al., arXiv 2104.09864)."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """Cosines and sines [positions, D / 2] of rotary embeddings (Su et al., arXiv 2104.09864).
+
+    D is the model's rotary_dim.
+    """
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     frequencies, factor = _scaled(1.0 / config.rope_theta**exponents, config)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -56,7 +59,7 @@ def _scaled(frequencies: torch.Tensor, config: ModelConfig) -> tuple[torch.Tenso
 
 def _yarn_ramp(s: YarnRope, config: ModelConfig) -> torch.Tensor:
     """How far each frequency [D / 2] is interpolated, 0 to 1 (section 3.2 of arXiv 2309.00071)."""
-    dim = config.head_dim
+    dim = config.rotary_dim
 
     def dimension(turns: float) -> float:
         """The dimension whose frequency makes as many turns over the original positions."""
@@ -72,6 +75,10 @@ def _yarn_ramp(s: YarnRope, config: ModelConfig) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [N, H, D] by cosines and sines [N, 1, D / 2]; pairs are (i, i + D / 2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    """Rotate the first D columns of heads [N, H, D or more] by cosines and sines.
+
+    These are [N, 1, D / 2]; pairs are (i, i + D / 2).
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -26,6 +26,7 @@ from dakrun.config import (
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
 from dakrun.models.folders import check_folder
+from dakrun.models.hf_mixture import extra_layers, mixture_of
 
 FAMILIES: dict[str, FamilyName] = {  # by architecture
     "OPTForCausalLM": "opt",
@@ -34,6 +35,10 @@ FAMILIES: dict[str, FamilyName] = {  # by architecture
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Phi3ForCausalLM": "phi3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "OlmoeForCausalLM": "olmoe",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 
 
@@ -46,6 +51,9 @@ class _Defaults:
     head_dim: int | None = None
     kv_heads: int | None = None
     window: int | None = None
+    eps: float = 1e-6
+    theta: float = 10_000.0
+    rotary_factor: float = 1.0
 
 
 _DEFAULTS: dict[FamilyName, _Defaults] = {
@@ -53,13 +61,21 @@ _DEFAULTS: dict[FamilyName, _Defaults] = {
     "mistral": _Defaults(131_072, 2, kv_heads=8, window=4096),
     "qwen2": _Defaults(32_768, None, kv_heads=32, window=4096),
     "qwen3": _Defaults(32_768, None, head_dim=128, kv_heads=32, window=4096),
-    "phi3": _Defaults(4096, 32_000),
+    "phi3": _Defaults(4096, 32_000, eps=1e-5),
+    "qwen3_moe": _Defaults(32_768, None, kv_heads=4, window=4096),
+    "mixtral": _Defaults(131_072, 2, kv_heads=8, eps=1e-5, theta=1e6),
+    "olmoe": _Defaults(4096, 50_279, eps=1e-5),
+    "glm4_moe": _Defaults(131_072, None, kv_heads=8, eps=1e-5, rotary_factor=0.5),
 }
+# Families whose layers have no such thing, whatever their config.json says.
+_NO_WINDOW = ("llama", "olmoe", "glm4_moe")
+_NO_BIAS = ("mistral", "phi3", "mixtral")
+_NO_O_BIAS = ("qwen2", "glm4_moe")
 _SHOWN = 60  # characters of a malformed value in messages
 
 
 @dataclass(frozen=True)
-class _Fields:
+class Fields:
     """The fields of `raw`, by key and type; `where` names it in messages. Raises UsageError.
 
     A field that is absent has the value `default`; without a default it is an error. null counts
@@ -90,14 +106,14 @@ class _Fields:
             self._refuse(key, value, "true or false")
         return value
 
-    def part(self, key: str) -> "_Fields | None":
+    def part(self, key: str) -> "Fields | None":
         """The fields of an object; None if it is absent, null or empty."""
         value = self.raw.get(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             self._refuse(key, value, "an object")
-        return _Fields(value, f"{self.where}, {key}")
+        return Fields(value, f"{self.where}, {key}")
 
     def has(self, key: str) -> bool:
         """Whether the field is there and not null."""
@@ -162,7 +178,7 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     architecture = str(listed[0]) if isinstance(listed, list) and listed else None
     model_type = raw.get("model_type")
     family = model_type or FAMILIES.get(architecture or "")
-    fields = _Fields(raw, f"{name}: config.json")
+    fields = Fields(raw, f"{name}: config.json")
     # A classifier, a reward model or a base model has its family's model_type, and another head.
     is_known = architecture is None or architecture in FAMILIES
     if family == "opt" and is_known:
@@ -176,7 +192,7 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     )
 
 
-def _from_opt(fields: _Fields, name: str) -> ModelConfig:
+def _from_opt(fields: Fields, name: str) -> ModelConfig:
     activation = fields.raw.get("activation_function", "relu")
     if activation != "relu":
         raise CannotRun(
@@ -204,7 +220,7 @@ def _from_opt(fields: _Fields, name: str) -> ModelConfig:
     )
 
 
-def _from_rotary(fields: _Fields, name: str, family: FamilyName) -> ModelConfig:
+def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
     """Llama or a relative of it."""
     activation, defaults = fields.raw.get("hidden_act", "silu"), _DEFAULTS[family]
     if activation != "silu":
@@ -214,7 +230,7 @@ def _from_rotary(fields: _Fields, name: str, family: FamilyName) -> ModelConfig:
         )
     count = fields.count("max_position_embeddings", defaults.max_positions)
     positions = [(count, "")]
-    theta, scaling = _rope(fields, name, count)
+    theta, scaling = _rope(fields, defaults.theta, name, count)
     if isinstance(scaling, LongRope):
         original = _original_positions(fields, count)
         positions.append((original, "further ones need longrope's long factors"))
@@ -230,7 +246,7 @@ def _from_rotary(fields: _Fields, name: str, family: FamilyName) -> ModelConfig:
     else:
         head_dim = defaults.head_dim or _head_dim(fields, name)
     attention_bias = family == "qwen2" or fields.flag("attention_bias", False)
-    if family in ("mistral", "phi3"):
+    if family in _NO_BIAS:
         attention_bias = False
     return ModelConfig(
         family=family,
@@ -242,23 +258,29 @@ def _from_rotary(fields: _Fields, name: str, family: FamilyName) -> ModelConfig:
         embed_size=fields.count("hidden_size"),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=attention_bias,
-        o_bias=attention_bias and family != "qwen2",
+        o_bias=attention_bias and family not in _NO_O_BIAS,
         mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
-        norm_eps=fields.number("rms_norm_eps", 1e-5 if family == "phi3" else 1e-6),
+        norm_eps=fields.number("rms_norm_eps", defaults.eps),
         rope_theta=theta,
         rope_scaling=scaling,
+        mixture=mixture_of(fields, family, name),
+        rotary_factor=_rotary_factor(fields, family, name),
+        head_norms=family == "glm4_moe" and fields.flag("use_qk_norm", False),
+        extra_layers=extra_layers(fields, family),
         **_shared_fields(fields, name, defaults.eos),
     )
 
 
-def _window(fields: _Fields, family: FamilyName) -> int | None:
+def _window(fields: Fields, family: FamilyName) -> int | None:
     """Positions to which a layer with a sliding window attends; None if no layer has one."""
     key, default = "sliding_window", _DEFAULTS[family].window
-    if family == "llama" or (not fields.has(key) and (default is None or key in fields.raw)):
+    if family in _NO_WINDOW or (not fields.has(key) and (default is None or key in fields.raw)):
         return None
     kinds = fields.raw.get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return None
+    if family == "qwen3_moe":
+        return fields.count(key, default) if fields.flag("use_sliding_window", False) else None
     if family in ("qwen2", "qwen3"):
         last = fields.count("max_window_layers", 28) if fields.has("max_window_layers") else 28
         if not fields.flag("use_sliding_window", False):
@@ -268,7 +290,7 @@ def _window(fields: _Fields, family: FamilyName) -> int | None:
     return fields.count(key, default)
 
 
-def _shared_fields(fields: _Fields, name: str, eos: int | None = 2) -> dict[str, Any]:
+def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, Any]:
     """The fields of ModelConfig whose keys all families share; `eos` is the default."""
     return {
         "name": name,
@@ -285,21 +307,30 @@ _ORIGINAL = "original_max_position_embeddings"
 _ROPE_HINT = "supported are default, linear, dynamic, llama3, yarn and longrope"
 
 
-def _rope(fields: _Fields, name: str, positions: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of RoPE of a model with as many positions as its config.json says.
+def _rotary_factor(fields: Fields, family: FamilyName, name: str) -> float:
+    """The part of each head that RoPE rotates, from its first column on."""
+    default, key = _DEFAULTS[family].rotary_factor, "partial_rotary_factor"
+    parts = (fields, fields.part("rope_scaling"), fields.part("rope_parameters"))
+    found = next((part.number(key) for part in parts if part and part.has(key)), default)
+    if found != 1 and default == 1:
+        raise CannotRun(
+            f"{name}: rotary embeddings of a part of each head are not supported",
+            hint=f"{key} in config.json is not 1",
+        )
+    return found
+
+
+def _rope(
+    fields: Fields, theta: float, name: str, positions: int
+) -> tuple[float, RopeScaling | None]:
+    """Base (`theta` by default) and scaling of RoPE of a model with as many `positions`.
 
     transformers 5 writes rope_parameters; like it, prefer rope_scaling if both are there. Up to the
     model's positions `dynamic` is plain RoPE.
     """
-    rope = fields.part("rope_scaling") or fields.part("rope_parameters") or _Fields({}, "")
+    rope = fields.part("rope_scaling") or fields.part("rope_parameters") or Fields({}, "")
     owner = rope if rope.has("rope_theta") else fields
-    theta = owner.number("rope_theta") if owner.has("rope_theta") else 10_000.0
-    for part in (rope, fields):
-        if part.has("partial_rotary_factor") and part.number("partial_rotary_factor") != 1:
-            raise CannotRun(
-                f"{name}: rotary embeddings of a part of each head are not supported",
-                hint="partial_rotary_factor in config.json is not 1",
-            )
+    theta = owner.number("rope_theta") if owner.has("rope_theta") else theta
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind in ("default", "dynamic"):
         return theta, None
@@ -319,7 +350,7 @@ def _rope(fields: _Fields, name: str, positions: int) -> tuple[float, RopeScalin
     )
 
 
-def _yarn(rope: _Fields, fields: _Fields, positions: int) -> YarnRope:
+def _yarn(rope: Fields, fields: Fields, positions: int) -> YarnRope:
     """YaRN's parameters, with those of its paper where they are absent."""
     original = _original_positions(fields, positions)
     factor = rope.number("factor") if rope.has("factor") else positions / original
@@ -343,7 +374,7 @@ def _yarn(rope: _Fields, fields: _Fields, positions: int) -> YarnRope:
     )
 
 
-def _longrope(rope: _Fields, fields: _Fields, positions: int) -> LongRope:
+def _longrope(rope: Fields, fields: Fields, positions: int) -> LongRope:
     """LongRoPE's short factors, and the factor of attention of a model of that many positions."""
     factors = rope.raw.get("short_factor")
     numbers = isinstance(factors, list) and all(type(f) in (int, float) for f in factors)
@@ -358,7 +389,7 @@ def _longrope(rope: _Fields, fields: _Fields, positions: int) -> LongRope:
     return LongRope(tuple(map(float, factors)), attention)
 
 
-def _original_positions(fields: _Fields, positions: int) -> int:
+def _original_positions(fields: Fields, positions: int) -> int:
     """Positions before RoPE's scaling: of the model, or of its rope's parameters."""
     for part in (fields, fields.part("rope_scaling"), fields.part("rope_parameters")):
         if part is not None and part.has(_ORIGINAL):
@@ -386,7 +417,7 @@ def _eos(value: Any, source: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _head_dim(fields: _Fields, name: str) -> int:
+def _head_dim(fields: Fields, name: str) -> int:
     """The head size that follows from the hidden size and the number of heads."""
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     if hidden % heads:

@@ -3,7 +3,7 @@
 Mistral and Qwen2 differ in their config.json alone; qwen3.py and phi3.py are variations.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from dakrun.config import ModelConfig
 from dakrun.models.decoder import MLP, Decoder, FeedForward, Layer
@@ -25,13 +25,14 @@ def llama(
     c: ModelConfig,
     *,
     qkv: Mapping[str, int] | None = None,
-    head_norms: bool = False,
+    head_norms: Sequence[int] = (),
     feed_forward: Callable[[ModelConfig, Scope], FeedForward] = gated,
 ) -> Decoder:
     """The model of `c`.
 
-    `qkv` has the rows of the modules of queries, keys and values by name. With `head_norms` each
-    query and key head has an RMSNorm. `feed_forward` makes the feed-forward of a layer.
+    `qkv` has the rows of the modules of queries, keys and values by name. `head_norms` has the
+    sizes of the RMSNorms of queries and of keys: of a head, or of all heads, if there are norms.
+    `feed_forward` makes the feed-forward of a layer.
     """
     top, hidden = Scope("model."), c.hidden_size
     heads = qkv or {
@@ -43,10 +44,13 @@ def llama(
     def layer(i: int) -> Layer:
         at = Scope(f"model.layers.{i}.", i)
         norm = Norm("rms", at, "attention_norm", "input_layernorm", hidden)
-        norms = [Norm("rms", at, f"{x}_norm", f"self_attn.{x}_norm", c.head_dim) for x in "qk"]
+        norms = [
+            Norm("rms", at, f"{x}_norm", f"self_attn.{x}_norm", size)
+            for x, size in zip("qk", head_norms, strict=False)
+        ]
         return Layer(
             Linear(at, "qkv", heads, hidden, bias=c.attention_bias, norm=norm),
-            Attention(c, i, rotary=True, norms=norms if head_norms else ()),
+            Attention(c, i, rotary=True, norms=norms),
             Linear(at, "o", {"self_attn.o_proj": hidden}, c.q_size, bias=c.o_bias, adds=True),
             feed_forward(c, at),
         )

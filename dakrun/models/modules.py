@@ -53,13 +53,21 @@ class Operand:
     """Tensors of a checkpoint, stacked along dimension 0, that a step reads under one name.
 
     If `interleaved`, kernels need the rows of two tensors, or of the two halves of a single one,
-    to alternate. An operand that is no Matrix always lies in the local tier.
+    to alternate. An operand that is no Matrix always lies in the local tier, in float32 if `wide`.
+    A checkpoint may have the tensor `joined` in place of all `sources`, with their rows in order.
     """
 
     def __init__(
-        self, name: str, sources: tuple[Source, ...], *, interleaved: bool = False
+        self,
+        name: str,
+        sources: tuple[Source, ...],
+        *,
+        interleaved: bool = False,
+        wide: bool = False,
+        joined: Source | None = None,
     ) -> None:
         self.name, self.sources, self.interleaved = name, sources, interleaved
+        self.wide, self.joined = wide, joined
         _, *cols = sources[0].shape
         self.shape = (sum(source.shape[0] for source in sources), *cols)
 
@@ -117,7 +125,8 @@ class Matrix(Operand):
     `folded` to be folded into W (weights/folding.py).
     """
 
-    category: ClassVar[Literal["linear", "gather"]]
+    category: ClassVar[Literal["linear", "experts", "gather"]]
+    norm: Norm | None = None  # ahead of W
     folded: Norm | None = None
 
     def __init__(

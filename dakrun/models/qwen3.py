@@ -7,4 +7,4 @@ from dakrun.models.llama import llama
 
 def qwen3(c: ModelConfig) -> Decoder:
     """The Qwen3 model of `c`, without experts."""
-    return llama(c, head_norms=True)
+    return llama(c, head_norms=(c.head_dim, c.head_dim))

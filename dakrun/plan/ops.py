@@ -31,7 +31,8 @@ class Op:
     """One op of the decode step, in each of `layers` layers (1 outside the layers).
 
     All figures are for one layer. `resident_bytes` is kept, `read_bytes` is read by a step: the
-    same for a weight; less for a KV cache that is not full and for an embedding table. Placement is
+    same for a weight; less for a KV cache that is not full and for an embedding table; of experts
+    as many as the step is expected to choose. Placement is
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
     them (slot_parts), rounded to whole blocks. `matrix` is the first layer's, stored in `format`.
     An element of activations has `element_bytes`. A linear op that is `normed` has a norm ahead of
@@ -39,7 +40,7 @@ class Op:
     """
 
     name: str
-    category: Literal["linear", "attention", "gather"]
+    category: Literal["linear", "experts", "attention", "gather"]
     layers: int
     in_layer: bool
     shape: tuple[int, int]
@@ -89,8 +90,14 @@ class Op:
         return [size / self.resident_bytes for size in self.tier_bytes(counts)]
 
     @property
+    def rows_per_weight(self) -> float:
+        """Rows of activations with which a row of the matrix that is read is multiplied."""
+        elements = self.shape[0] * self.shape[1] * self.read_bytes / self.resident_bytes
+        return self.flops / (2 * elements)
+
+    @property
     def arithmetic_intensity(self) -> float:
-        """FLOPs per byte moved: weights, inputs and outputs of a linear op; KV of attention."""
+        """FLOPs per byte moved: weights, inputs and outputs of a linear op; else what is read."""
         if self.category == "linear":
             m, k = self.shape
             n = self.batch_size
@@ -140,7 +147,7 @@ def decode_ops(
     size, n = DTYPE_BYTES[model.dtype], workload.batch_size
     decoder = decoder_of(model)
     linears = [module for module in decoder.modules() if isinstance(module, Linear)]
-    normed = {linear.op for linear in linears if linear.norm}
+    normed = {matrix.op for matrix in decoder.matrices() if matrix.norm}
     for before, linear in itertools.pairwise(linears):
         if before.post_norm and linear.layer is not None:
             normed.add(linear.op)
@@ -229,9 +236,9 @@ def weight_bytes(ops: tuple[Op, ...]) -> int:
 
 
 def vector_bytes(model: ModelConfig) -> int:
-    """Bytes of norms, biases and learned positions, which always stay in the local tier."""
-    elements = sum(math.prod(vector.shape) for vector in decoder_of(model).vectors())
-    return elements * DTYPE_BYTES[model.dtype]
+    """Bytes of norms, biases, learned positions and routers, which stay in the local tier."""
+    size, vectors = DTYPE_BYTES[model.dtype], decoder_of(model).vectors()
+    return sum(math.prod(one.shape) * (4 if one.wide else size) for one in vectors)
 
 
 def activation_bytes(
@@ -247,6 +254,8 @@ def activation_bytes(
     size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
     tokens = pass_tokens(workload, PREFILL_CHUNK_TOKENS)
     width = 4 * model.hidden_size + 2 * qkv + 3 * model.ffn_size
+    if of := model.mixture:  # an expert may have all tokens
+        width += 4 * model.hidden_size + (of.routing.top_k + 3) * of.ffn_size
     scores = model.num_heads * min(tokens, workload.max_model_len)
     in_torch = tokens * (width * size + scores * 4)
     hidden = max(model.hidden_size, model.q_size)  # normalized rows, or attention's output

@@ -134,6 +134,9 @@ def compute_time(op: Op, profile: HardwareProfile, dtype: Dtype) -> float:
     """Seconds of arithmetic of one layer at the profile's rate, padding rows included."""
     if op.category == "gather":
         return 0.0
+    if op.category == "experts":  # each multiplies few rows
+        rows_read, rows = op.rows_per_weight, matmul_rows(math.ceil(op.rows_per_weight), profile)
+        return op.flops * max(1.0, rows / rows_read) / profile.flops_per_s(dtype, rows)
     linear = op.category == "linear"
     rows = matmul_rows(op.batch_size, profile) if linear else op.batch_size
     return op.flops * rows / op.batch_size / profile.flops_per_s(dtype, rows)

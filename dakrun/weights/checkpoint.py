@@ -6,6 +6,7 @@ Knows files, tensor names and shapes, not what the tensors are for.
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from dakrun.errors import CannotRun
 from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header, safetensors_files
 from dakrun.models.folders import GGUF_HINT, first
-from dakrun.models.modules import Request, Source
+from dakrun.models.modules import Operand, Request, Source
 from dakrun.weights.streaming import Extent, read, stream
 
 DTYPES = {  # by safetensors' names
@@ -28,7 +29,7 @@ _QUANTIZED = (
     *(".weight.absmax", ".weight.quant_map", ".SCB"),
 )
 _WRAPPER = re.compile(r"_orig_mod\.")  # torch.compile's, also around a part of a model
-_OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.\d+\..+\.(weight|bias)")
+_OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.(\d+)\..+\.(weight|bias)")
 
 
 class Checkpoint:
@@ -66,13 +67,18 @@ class Checkpoint:
 
         Also raise it if a layer has a weight or bias that the model does not name, or if a tied
         head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
-        and towers) are ignored, as in transformers. Names may lack the leading "model.".
+        and towers, layers that predict further tokens) are ignored, as in transformers. Names may
+        lack the leading "model.".
         """
+        config = model.config
+        behind = range(config.num_layers, config.num_layers + config.extra_layers)
         table = model.embedding.table.sources[0].name
         bare = table not in self._tensors and table.removeprefix(ROOT) in self._tensors
         self._left_out = ROOT if bare else ""
         used: set[str] = set()
         for operand in (*model.matrices(), *model.vectors()):
+            if operand.joined:
+                self._part(operand, operand.joined)
             for source in operand.sources:
                 name = self._stored_name(source)
                 used.add(name)
@@ -87,11 +93,7 @@ class Checkpoint:
                         "float32",
                     )
                 if extent.shape != source.shape:
-                    raise CannotRun(
-                        f"{self.directory}: tensor {name} is {_shape_text(extent.shape)}, "
-                        f"config.json says {_shape_text(source.shape)}",
-                        hint="config.json and the safetensors files do not belong together",
-                    )
+                    raise self._misshapen(name, extent, source)
         if HEAD in self._tensors and HEAD not in used:
             table = self._stored_name(model.embedding.table.sources[0])
             if not self._is_equal(HEAD, table):
@@ -100,11 +102,35 @@ class Checkpoint:
                     hint='set "tie_word_embeddings" to false in config.json',
                 )
         for name in sorted(self._tensors.keys() - used):
-            if _OF_A_LAYER.fullmatch(name):
+            of_layer = _OF_A_LAYER.fullmatch(name)
+            if of_layer and int(of_layer[3]) not in behind:
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
                     hint="config.json and the safetensors files do not belong together",
                 )
+
+    def _part(self, operand: Operand, joined: Source) -> None:
+        """If `joined` is here, let its rows be the tensors that are the operand's sources."""
+        name = self._stored_name(joined)
+        if name not in self._tensors:
+            return
+        stored, whole = self._tensors.pop(name)
+        if whole is not None and whole.shape != joined.shape:
+            raise self._misshapen(name, whole, joined)
+        top = 0
+        for source in operand.sources:
+            extent = None
+            if whole is not None:
+                extent = replace(whole, shape=operand.shape).rows(top, top + source.shape[0])
+            self._tensors[self._stored_name(source)] = stored, extent
+            top += source.shape[0]
+
+    def _misshapen(self, name: str, extent: Extent, source: Source) -> CannotRun:
+        return CannotRun(
+            f"{self.directory}: tensor {name} is {_shape_text(extent.shape)}, config.json says "
+            f"{_shape_text(source.shape)}",
+            hint="config.json and the safetensors files do not belong together",
+        )
 
     def _missing(self, name: str) -> CannotRun:
         """The error for a tensor that is not there, by what is there in its place."""

@@ -141,7 +141,8 @@ def _resident(
     for vector in model.vectors():
         tensors = []
         for one, rows in vector.request(slice(0, vector.shape[0]), for_kernels=for_kernels):
-            tensors.append(torch.empty(rows.stop - rows.start, *one.shape[1:], dtype=dtype))
+            kept = torch.float32 if vector.wide else dtype
+            tensors.append(torch.empty(rows.stop - rows.start, *one.shape[1:], dtype=kept))
             source.copy(one, rows, tensors[-1])
         alternate = for_kernels and vector.interleaved
         resident[vector.name] = _joined(tensors, alternate=alternate).to(device)
