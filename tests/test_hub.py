@@ -1,6 +1,7 @@
 """Models by known name, path and hub id: what each stands for, and how the hub's refusals read."""
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -12,12 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from dakrun.config import Workload
 from dakrun.demo import MODEL
 from dakrun.errors import CannotRun, UsageError
-from dakrun.models import hub, hub_id, known_model, known_names, model_config, model_directory
-from dakrun.plan import decode_ops, weight_bytes
-from dakrun.plan.ops import vector_bytes
+from dakrun.models import (
+    decoder_of,
+    hub,
+    hub_id,
+    known_model,
+    known_names,
+    model_config,
+    model_directory,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,6 +39,9 @@ BILLIONS = {
     "qwen2.5-14b": 14.770, "qwen2.5-32b": 32.764, "qwen2.5-72b": 72.706,
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022, "qwen3-8b": 8.191,
     "qwen3-14b": 14.768, "qwen3-32b": 32.762, "phi-4": 14.660,
+    "qwen3-30b-a3b": 30.532, "qwen3-coder-30b-a3b": 30.532, "qwen3-235b-a22b": 235.094,
+    "qwen3-coder-480b-a35b": 480.155, "mixtral-8x7b": 46.703, "mixtral-8x22b": 140.621,
+    "olmoe-1b-7b": 6.919, "glm-4.5-air": 106.852, "glm-4.5": 352.798, "glm-4.6": 352.798,
 }  # fmt: skip
 
 
@@ -40,8 +49,9 @@ BILLIONS = {
 def test_known_models_have_the_published_number_of_parameters(name: str) -> None:
     model = known_model(name)
     assert model is not None
-    workload = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=2)
-    parameters = (weight_bytes(decode_ops(model, workload)) + vector_bytes(model)) / 2
+    decoder = decoder_of(model)
+    stored = (*decoder.matrices(), *decoder.vectors())
+    parameters = sum(math.prod(operand.shape) for operand in stored)
     assert parameters / 1e9 == pytest.approx(BILLIONS[name], abs=1e-3)
     old = name.startswith(("opt", "llama-2"))
     assert model.dtype == ("float16" if old else "bfloat16")

@@ -6,6 +6,7 @@ Holds the numbers of their config.json and their hub ids; reads no file and no n
 from typing import Any
 
 from dakrun.config import FamilyName, Llama3Rope, ModelConfig
+from dakrun.models.known_mixtures import NAMES, known_mixture, mixture_hub_id
 
 # OPT (arXiv 2205.01068): hidden_size, layers, heads; ffn_size is 4 x hidden_size.
 _OPT = {
@@ -75,7 +76,7 @@ _LLAMA_3: dict[str, Any] = {
 
 def known_names() -> list[str]:
     """All names that `known_model` takes, family by family."""
-    return [*_OPT, *_LLAMA, *_OTHERS]
+    return [*_OPT, *_LLAMA, *_OTHERS, *NAMES]
 
 
 def known_model(name: str) -> ModelConfig | None:
@@ -85,7 +86,7 @@ def known_model(name: str) -> ModelConfig | None:
         return _opt(name)
     if name in _OTHERS:
         return _other(name)
-    return _llama(name) if name in _LLAMA else None
+    return _llama(name) if name in _LLAMA else known_mixture(name)
 
 
 def hub_id(name: str) -> str | None:
@@ -94,7 +95,7 @@ def hub_id(name: str) -> str | None:
     if name in _OPT:
         return f"facebook/{name}"
     row = _LLAMA.get(name) or _OTHERS.get(name)
-    return row[-1] if row else None
+    return row[-1] if row else mixture_hub_id(name)
 
 
 def _opt(name: str) -> ModelConfig:
