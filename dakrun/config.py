@@ -111,9 +111,8 @@ def _check_rope(kind: str, *, positive: tuple[float, ...]) -> None:
 
 RopeScaling = LinearRope | YarnRope | LongRope | Llama3Rope
 FamilyName = Literal[
-    *("opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
-    *("qwen3_moe", "mixtral", "olmoe", "glm4_moe"),
-]
+    "opt", "llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "mixtral", "olmoe", "glm4_moe"
+]  # fmt: skip
 Scores = Literal["softmax", "sigmoid"]
 
 

@@ -106,7 +106,7 @@ class ReferenceBackend:
 
 
 class TimedBackend:
-    """A backend on the CPU that adds times of ops with a matrix, attention and timers to `seconds`."""
+    """A backend on the CPU that adds times of ops with a matrix, attention and timers."""
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end

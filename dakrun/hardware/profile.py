@@ -143,7 +143,7 @@ class HardwareProfile:
 
     def on(self, card: Card) -> "HardwareProfile":
         """This profile, with the limits of `card` in place of those of its own."""
-        facts = {
+        facts: dict[str, int | str] = {
             "compute_capability": card.capability,
             "shared_bytes_per_sm": card.shared_bytes_per_sm,
         }
