@@ -28,7 +28,6 @@ from dakrun.errors import (
     refuse_unsupported,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
-from dakrun.kernels.runtime import held_name
 from dakrun.memory.limits import check_threads, usable_cores
 from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.models import hub
@@ -184,7 +183,7 @@ class LLM(OfflineCalls):
             stats,
             self.engine.op_seconds(round(self.plan.workload.mean_kv_len)),
             self.engine.runner.details(),
-            device=held_name(torch.cuda.get_device_name(self.device)) if on_gpu else cpu_name(),
+            device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,
             wall_s=wall_s,
             fallback=self.fallback,
@@ -301,4 +300,4 @@ def _profile(profile: str | Path | HardwareProfile, device: torch.device) -> Har
         return load_profile(str(profile))
     if device.type == "cpu":
         return find_profile(device="cpu")
-    return find_profile(device="cuda", name=held_name(torch.cuda.get_device_name(device)))
+    return find_profile(device="cuda", name=torch.cuda.get_device_name(device))

@@ -56,23 +56,6 @@ def _place(item: pytest.Item) -> int:
     return LONG.index(name) if name in LONG else len(LONG)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--limits",
-        metavar="CAPABILITY",
-        help="hold the GPU to the limits of a smaller card's compute capability, such as 12.0",
-    )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def limits(request: pytest.FixtureRequest) -> None:
-    """Hold all launches of the tests to --limits."""
-    if capability := request.config.getoption("--limits"):
-        from dakrun.kernels.runtime import hold_to_limits
-
-        hold_to_limits(capability)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -20,7 +20,6 @@ from dakrun import tables
 from dakrun.bench.ceilings import Ceilings
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, cpu_name
-from dakrun.kernels.runtime import held_name
 from dakrun.probe.machine import driver, visible_gpus
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def head(
         "command": command,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "device": held_name(torch.cuda.get_device_name()) if on_gpu else cpu_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "driver": driver(visible_gpus()).finding if on_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,

@@ -17,7 +17,6 @@ from dakrun.cli.options import (
     STRATEGIES,
     TRANSPORTS,
     budget_options,
-    limits_option,
     load_format_option,
     profile_option,
     wide_option,
@@ -166,7 +165,6 @@ _bench_options = together(
 @click.command()
 @_bench_options
 @profile_option
-@limits_option
 def bench(
     *,
     kernel: str | None,

@@ -14,7 +14,6 @@ from dakrun.cli.lookups import resolve_run_profile
 from dakrun.cli.options import (
     chat_template_option,
     device_option,
-    limits_option,
     load_format_option,
     model_options,
     policy_options,
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 @workload_options
 @device_option("Where to compute.")
 @profile_option
-@limits_option
 @policy_options
 @load_format_option()
 @chat_template_option

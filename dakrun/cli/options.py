@@ -67,24 +67,6 @@ def _threads(ctx: click.Context, param: click.Parameter, threads: int | None) ->
     return threads
 
 
-def _limits(ctx: click.Context, param: click.Parameter, capability: str | None) -> None:
-    """Hold launches to --limits."""
-    if capability is not None:
-        from dakrun.kernels.runtime import hold_to_limits
-
-        hold_to_limits(capability)
-
-
-limits_option = click.option(
-    "--limits",
-    metavar="CAPABILITY",
-    callback=_limits,
-    expose_value=False,
-    help="Hold the GPU to the limits of a smaller card's compute capability, such as 12.0 (RTX PRO "
-    "6000, RTX 5090), to try what runs there.",
-)
-
-
 def load_format_option(prefix: str = "") -> Decorator:
     """The option --load-format; `prefix` begins its help."""
     return choice_option(

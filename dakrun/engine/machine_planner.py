@@ -6,7 +6,6 @@ import torch
 
 from dakrun.config import ModelConfig
 from dakrun.hardware import HardwareProfile
-from dakrun.kernels.runtime import card_of, has_kernels
 from dakrun.memory.device import free_on_peers
 from dakrun.memory.limits import available_host_memory
 from dakrun.plan import Plan, Policy, RunOptions
@@ -14,19 +13,12 @@ from dakrun.plan import Plan, Policy, RunOptions
 
 @dataclass(frozen=True)
 class MachinePlanner:
-    """Plans of a model on `device`, described by `profile`, with all `options` but the policy.
-
-    Plans are within the limits of the device's own card, whatever those of the profile's are.
-    """
+    """Plans of a model on `device`, described by `profile`, with all `options` but the policy."""
 
     config: ModelConfig
     profile: HardwareProfile
     device: torch.device
     options: RunOptions
-
-    def __post_init__(self) -> None:
-        if has_kernels(self.device):
-            object.__setattr__(self, "profile", self.profile.on(card_of(self.device)))
 
     def plan(self, policy: Policy) -> Plan:
         """The plan under `policy`; budgets that it leaves open are the free memory.

@@ -5,14 +5,7 @@ profiles that are shipped or kept, card.py the GPU as launches see it, kernels.p
 kernels. Imports neither torch nor CUDA.
 """
 
-from dakrun.hardware.card import (
-    ANY_ROWS,
-    BARRIER_BYTES,
-    MIN_SHARED_BYTES,
-    RUN_ON,
-    SM_SHARED_BYTES,
-    Card,
-)
+from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
 from dakrun.hardware.files import (
     cpu_name,
     find_profile,
@@ -41,9 +34,7 @@ __all__ = [
     "BARRIER_BYTES",
     "LOCAL",
     "MIN_SHARED_BYTES",
-    "RUN_ON",
     "SCHEMA",
-    "SM_SHARED_BYTES",
     "Card",
     "ComputeRate",
     "HardwareProfile",

@@ -10,7 +10,6 @@ from functools import cached_property
 from dakrun.geometry import KERNEL_TARGETS
 
 MIN_SHARED_BYTES = 99 * 1024  # of a CTA, which the kernels need
-RUN_ON = ("9.0",)  # compute capabilities of the cards on which the kernels have run
 DRIVER_BYTES = 1024  # of an SM's shared memory, which the driver keeps for each CTA
 BARRIER_BYTES = 1024  # shared memory of a CTA for barriers, besides its ring
 ANY_ROWS = 1 << 30  # more rows than any product has

@@ -141,14 +141,6 @@ class HardwareProfile:
             clusters=self.clusters,
         )
 
-    def on(self, card: Card) -> "HardwareProfile":
-        """This profile, with the limits of `card` in place of those of its own."""
-        facts: dict[str, int | str] = {
-            "compute_capability": card.capability,
-            "shared_bytes_per_sm": card.shared_bytes_per_sm,
-        }
-        return replace(self, sms=card.sms, clusters=card.clusters, facts={**self.facts, **facts})
-
     @functools.cached_property
     def products(self) -> OpCosts:
         """Costs of linear ops by rows of X: the tables of few and of many rows in one."""

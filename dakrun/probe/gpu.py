@@ -12,7 +12,7 @@ from dakrun.errors import CannotRun
 from dakrun.geometry import SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
-from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels, held_name
+from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
 from dakrun.launches import few_rows
 from dakrun.memory.limits import available_host_memory
 from dakrun.memory.tiers import allocate_tiers
@@ -121,7 +121,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
             measurements,
         ),
         device="cuda",
-        device_name=held_name(torch.cuda.get_device_name(device)),
+        device_name=torch.cuda.get_device_name(device),
         sms=card.sms,
         clusters=card.clusters,
         hbm_capacity_bytes=total,

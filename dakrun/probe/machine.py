@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dakrun.hardware import MIN_SHARED_BYTES, RUN_ON, gpu_names
+from dakrun.hardware import MIN_SHARED_BYTES, gpu_names
 from dakrun.memory.limits import (
     available_host_memory,
     cgroup_limit,
@@ -64,17 +64,14 @@ def visible_gpus() -> list[Gpu]:
         properties: list[Any] = [cuda.get_device_properties(index) for index in range(count)]
     except Exception:
         return []
-    from dakrun.kernels.runtime import held, held_name
-
-    card = held()
     return [
         Gpu(
             index,
-            held_name(p.name),
+            p.name,
             (p.major, p.minor),
             p.total_memory,
             pci_address(p),
-            card.shared_bytes if card else p.shared_memory_per_block_optin,
+            p.shared_memory_per_block_optin,
         )
         for index, p in enumerate(properties)
     ]
@@ -137,11 +134,7 @@ def direct_transport(gpus: Sequence[Gpu]) -> Check:
         return Check("direct transport", "lack", f"{', '.join(small)}: kernels need {needed}, so "
                      "models run on plain torch there, which is slower",
                      "the kernels run on Hopper and Blackwell")  # fmt: skip
-    found = "kernels can read remote memory directly (TMA)"
-    new = sorted({_dotted(g.capability) for g in gpus} - set(RUN_ON))
-    if new:
-        found += f"; they are built for, and have not yet been run on, {', '.join(new)}"
-    return Check("direct transport", "ok", found)
+    return Check("direct transport", "ok", "kernels can read remote memory directly (TMA)")
 
 
 def host_memory(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
@@ -232,14 +225,11 @@ def gpu_facts(index: int, host_memory: int) -> dict[str, int | str]:
     """Sizes and links of a GPU and its host, for a profile's readers; `host_memory` is in bytes."""
     import torch
 
-    from dakrun.kernels.runtime import card_of
-
     properties = torch.cuda.get_device_properties(index)
-    card = card_of(torch.device("cuda", index))
     gpus = [gpu for gpu in visible_gpus() if gpu.index == index]
     return {
-        "compute_capability": card.capability,
-        "shared_bytes_per_sm": card.shared_bytes_per_sm,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "shared_bytes_per_sm": properties.shared_memory_per_multiprocessor,
         "l2_bytes": properties.L2_cache_size,
         "host_memory_bytes": host_memory,
         "numa": numa(gpus).finding,

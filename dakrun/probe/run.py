@@ -61,9 +61,7 @@ def device_name(device: Device) -> str:
         return cpu_name()
     import torch
 
-    from dakrun.kernels.runtime import held_name
-
-    return held_name(torch.cuda.get_device_name())
+    return torch.cuda.get_device_name()
 
 
 def default_name(device: Device) -> str:

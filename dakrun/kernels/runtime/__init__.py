@@ -15,7 +15,7 @@ from dakrun.kernels.runtime.graph import (
     programmatic_lead,
     replay_seconds,
 )
-from dakrun.kernels.runtime.held import held, held_name, held_to, hold_to_limits
+from dakrun.kernels.runtime.held import held_to
 from dakrun.kernels.runtime.jit import (
     Kernel,
     architecture,
@@ -50,10 +50,7 @@ __all__ = [
     "edge_kinds",
     "graph_edges",
     "has_kernels",
-    "held",
-    "held_name",
     "held_to",
-    "hold_to_limits",
     "kernel",
     "programmatic_lead",
     "replay_seconds",

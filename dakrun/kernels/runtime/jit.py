@@ -108,23 +108,15 @@ def kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> 
     Raises CannotRun if the GPU is not supported or the CUDA packages are missing.
     """
     device = torch.cuda.current_device()
-    macros, card = {**(defines or {}), **held_macros()}, held()
-    shared = card.shared_bytes_per_sm if card else 0
-    return _kernel(source, name, tuple(sorted(macros.items())), device, shared)
+    macros = {**(defines or {}), **held_macros()}
+    return _kernel(source, name, tuple(sorted(macros.items())), device)
 
 
 @functools.cache
-def _kernel(
-    source: str, name: str, defines: tuple[tuple[str, int], ...], device: int, held_bytes: int
-) -> Kernel:
+def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
     module = _module(source, defines, device)
     with _cupy().cuda.Device(device):
-        function = module.get_function(name)
-    whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    if held_bytes and held_bytes < whole:
-        # Rounded up by the driver to a size that the SM has: an H100 has one of 100 KiB.
-        function.preferred_shared_memory_carveout = 100 * held_bytes // whole
-    return Kernel(function)
+        return Kernel(module.get_function(name))
 
 
 @functools.cache
