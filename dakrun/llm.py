@@ -28,6 +28,7 @@ from dakrun.errors import (
     refuse_unsupported,
 )
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
+from dakrun.kernels.runtime import described_card, gpu_name
 from dakrun.memory.limits import check_threads, usable_cores
 from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.models import hub
@@ -183,7 +184,7 @@ class LLM(OfflineCalls):
             stats,
             self.engine.op_seconds(round(self.plan.workload.mean_kv_len)),
             self.engine.runner.details(),
-            device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
+            device=gpu_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,
             wall_s=wall_s,
             fallback=self.fallback,
@@ -294,10 +295,12 @@ def _with_end_token(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelCo
 
 
 def _profile(profile: str | Path | HardwareProfile, device: torch.device) -> HardwareProfile:
-    if isinstance(profile, HardwareProfile):
-        return profile
-    if profile != "auto":
-        return load_profile(str(profile))
-    if device.type == "cpu":
-        return find_profile(device="cpu")
-    return find_profile(device="cuda", name=torch.cuda.get_device_name(device))
+    """The profile to plan with; a GPU's limits are its own, or those to which it is held."""
+    if isinstance(profile, str | Path):
+        if profile != "auto":
+            profile = load_profile(str(profile))
+        elif device.type == "cpu":
+            profile = find_profile(device="cpu")
+        else:
+            profile = find_profile(device="cuda", name=gpu_name(device))
+    return profile.on(described_card(device)) if device.type == "cuda" else profile

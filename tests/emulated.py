@@ -16,7 +16,7 @@ from compiled import kept
 
 from dakrun.geometry import CUDA_CONSTANTS
 from dakrun.kernels.gemm import AFTER_REMOTE
-from dakrun.kernels.runtime.held import held, held_macros
+from dakrun.kernels.runtime.held import held_card, held_macros
 from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -94,7 +94,7 @@ class EmulatedKernel:
 
         Also if the launch claims more than the card has to which launches are held.
         """
-        if card := held():
+        if card := held_card():
             assert shared_bytes <= card.lone_ring_bytes, f"{shared_bytes} bytes of shared memory"
             assert cluster <= card.max_cluster, f"clusters of {cluster}"
         assert grid > 0 and grid % cluster == 0, f"{grid} CTAs in clusters of {cluster}"

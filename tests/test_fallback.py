@@ -12,7 +12,9 @@ from dakrun.models.known import known_model
 from dakrun.plan import Policy, make_plan
 
 
-@pytest.mark.parametrize(("major", "shared_kib", "runs"), [(9, 228, True), (12, 100, False)])
+@pytest.mark.parametrize(
+    ("major", "shared_kib", "runs"), [(9, 228, True), (12, 100, True), (12, 64, False)]
+)
 def test_a_card_with_little_shared_memory_falls_back_and_is_named(
     monkeypatch: pytest.MonkeyPatch, major: int, shared_kib: int, runs: bool
 ) -> None:

@@ -13,8 +13,9 @@ from dakrun.kernels.runtime import has_kernels
         ("9.0", 228, True),
         ("10.0", 228, True),
         ("10.3", 228, False),  # no target
-        ("12.0", 100, False),  # a target, but too little shared memory
-        ("12.1", 100, False),
+        ("12.0", 100, True),
+        ("12.1", 100, True),
+        ("12.0", 64, False),  # a target, but too little shared memory
         ("8.0", 164, False),
     ],
 )

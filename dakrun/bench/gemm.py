@@ -54,8 +54,9 @@ def measure_gemm(
     Raises CannotRun if memory is short or no kernel supports the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    products = Products(device, card_of(device))
-    mixes = not all(is_windowed(tier, profile.card) for tier in sweep.remote_tiers(profile))
+    card = card_of(device)
+    products = Products(device, card)
+    mixes = not all(is_windowed(tier, card) for tier in sweep.remote_tiers(profile))
     variants = products.variants(sweep.rows, getattr(torch, sweep.dtype), mixes=mixes)
     compile_ahead(variants, architecture(device.index))
     new_chains = partial(GemmChains, products=products, ablations=sweep.ablations)

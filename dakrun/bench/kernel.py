@@ -68,6 +68,7 @@ def measure_kernel(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     card = card_of(device)
+    profile = profile.on(card)
     ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
     _, *remote = ceilings.rates
     cases = list(sweep.cases(ceilings.turning_point, effort, tiers=len(ceilings.rates)))

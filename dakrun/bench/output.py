@@ -77,13 +77,15 @@ def head(
     """
     import torch
 
+    from dakrun.kernels.runtime import gpu_name
+
     on_gpu = profile.device == "cuda"
     return {
         **subject,
         "command": command,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
+        "device": gpu_name() if on_gpu else cpu_name(),
         "driver": driver(visible_gpus()).finding if on_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import click
 
 from dakrun.cli.console import eprint, stdout_console
+from dakrun.cli.limits import limits_option
 from dakrun.cli.lookups import resolve_run_profile
 from dakrun.cli.option_kinds import choice_option, count_option, option, together
 from dakrun.cli.options import (
@@ -165,6 +166,7 @@ _bench_options = together(
 @click.command()
 @_bench_options
 @profile_option
+@limits_option
 def bench(
     *,
     kernel: str | None,
@@ -188,7 +190,8 @@ def bench(
     --kernel attention: one new token in each slot with some slots in a remote tier, and torch's
     SDPA with all slots in HBM. Needs a GPU; takes --case, --head-dim.
 
-    All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile.
+    All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile,
+    --limits.
     """
     from dakrun.bench import run as benchmark
     from dakrun.bench.output import as_text, check_output, render, write

@@ -21,6 +21,7 @@ from dakrun.probe.machine import (
     driver,
     gpu,
     host_memory,
+    kernels,
     numa,
     nvlink,
     page_locking,
@@ -171,7 +172,7 @@ def cache(gpus: Sequence[Gpu]) -> Check:
 
 
 CHECKS: tuple[Callable[..., Check | list[Check]], ...] = (
-    python, torch, packages, gpu, driver, direct_transport, cupy, nvrtc, cuda_headers,
+    python, torch, packages, gpu, driver, direct_transport, kernels, cupy, nvrtc, cuda_headers,
     host_memory, page_locking, numa, pcie, nvlink, peers, profile, cache,
 )  # fmt: skip
 

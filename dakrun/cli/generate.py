@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dakrun.cli.console import eprint, quiet_stderr, stderr_console
+from dakrun.cli.limits import limits_option
 from dakrun.cli.lookups import resolve_run_profile
 from dakrun.cli.options import (
     chat_template_option,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 @workload_options
 @device_option("Where to compute.")
 @profile_option
+@limits_option
 @policy_options
 @load_format_option()
 @chat_template_option

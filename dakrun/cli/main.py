@@ -17,6 +17,7 @@ from dakrun.cli.console import eprint, stdout_console
 from dakrun.cli.errors import ErrorLines
 from dakrun.cli.evaluate import evaluate
 from dakrun.cli.generate import generate
+from dakrun.cli.limits import limits_option
 from dakrun.cli.option_kinds import Size
 from dakrun.cli.options import device_option, threads_option
 from dakrun.cli.plan import plan
@@ -50,6 +51,7 @@ for command in (generate, validate, plan, bench, evaluate):
 )
 @click.option("--name", help="Name of the profile; default: that of the file or device.")
 @device_option("What to measure.")
+@limits_option
 @click.option("--plot", metavar="FILE.png", help="Draw the measurements and the roofline.")
 def profile(
     *, output: str | None, quick: bool, name: str | None, device: Any, plot: str | None
@@ -119,6 +121,7 @@ def convert(*, source: Path, target: Path, shard_size: int, dtype: "Dtype | None
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@limits_option
 def doctor(*, as_json: bool) -> int:
     """Check this machine's hardware and packages, with a remedy for everything missing.
 

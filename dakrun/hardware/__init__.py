@@ -1,8 +1,8 @@
 """A machine in figures: profiles of bandwidths, rates and costs, in TOML files.
 
 profile.py has HardwareProfile and its TOML form, parts.py the parts of a profile, files.py the
-profiles that are shipped or kept, card.py the GPU as launches see it, kernels.py why it may have no
-kernels. Imports neither torch nor CUDA.
+profiles that are shipped or kept, card.py the GPU as launches see it, kernels.py how kernels run on
+a card, or why they do not. Imports neither torch nor CUDA.
 """
 
 from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
@@ -15,7 +15,7 @@ from dakrun.hardware.files import (
     load_profile,
     shipped_profiles,
 )
-from dakrun.hardware.kernels import why_no_kernels
+from dakrun.hardware.kernels import RUN_ON, how_kernels_run, why_no_kernels
 from dakrun.hardware.parts import (
     LOCAL,
     ComputeRate,
@@ -34,6 +34,7 @@ __all__ = [
     "BARRIER_BYTES",
     "LOCAL",
     "MIN_SHARED_BYTES",
+    "RUN_ON",
     "SCHEMA",
     "Card",
     "ComputeRate",
@@ -48,6 +49,7 @@ __all__ = [
     "cpu_name",
     "find_profile",
     "gpu_names",
+    "how_kernels_run",
     "kept_profile",
     "kept_profiles_dir",
     "load_profile",

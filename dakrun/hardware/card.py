@@ -4,9 +4,10 @@ The planner has it from a profile, kernels from the driver (kernels/runtime/card
 it by hand: an H100 can be held to another card's limits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from dakrun.errors import UsageError
 from dakrun.geometry import KERNEL_TARGETS
 
 MIN_SHARED_BYTES = 99 * 1024  # of a CTA, which the kernels need
@@ -73,6 +74,34 @@ class Card:
             ctas_per_sm=1 if small else 2,
             tiled_rows=0 if capability == "10.0" else ANY_ROWS,
         )
+
+    def limited_to(self, capability: str) -> "Card":
+        """This card held to the limits of another compute capability, with its own SMs.
+
+        The tiled GEMM multiplies any number of rows, as torch's libraries are not held.
+        Raises UsageError for an unknown compute capability, and for one that has more.
+        """
+        if capability == self.capability:
+            return self
+        if capability not in SM_SHARED_BYTES:
+            raise UsageError(
+                f"no limits are known of compute capability {capability!r}",
+                hint=f"it is one of {', '.join(SM_SHARED_BYTES)}",
+            )
+        other = Card.of(capability, sms=self.sms)
+        more = (
+            other.shared_bytes_per_sm > self.shared_bytes_per_sm
+            or (other.clusters and not self.clusters)
+            or (other.has_wgmma and not self.has_wgmma)
+        )
+        if more:
+            raise UsageError(
+                f"a card of compute capability {self.capability} cannot be held to the limits of "
+                f"{capability}, which has more",
+                hint="give a compute capability that has less, like 12.0 on a Hopper",
+            )
+        clusters = self.clusters if other.clusters else ()
+        return replace(other, clusters=clusters, tiled_rows=ANY_ROWS)
 
     @cached_property
     def runs_kernels(self) -> bool:

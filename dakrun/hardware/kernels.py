@@ -1,6 +1,6 @@
-"""Whether dakrun's kernels run on the card of a profile, and if not, why."""
+"""Whether dakrun's kernels run on a card, how they run there, and if not, why."""
 
-from dakrun.hardware.card import MIN_SHARED_BYTES
+from dakrun.hardware.card import ANY_ROWS, MIN_SHARED_BYTES, Card
 from dakrun.hardware.profile import HardwareProfile
 
 
@@ -27,3 +27,24 @@ def why_no_kernels(profile: HardwareProfile) -> str | None:
         f"dakrun's kernels do not run on {profile.device_name} ({lacks}): generate runs plain "
         "torch there, slower than predicted"
     )
+
+
+RUN_ON = ("9.0",)  # compute capabilities of cards on which the kernels were run
+
+
+def how_kernels_run(card: Card) -> str:
+    """What the kernels use of `card`, which runs them, and what multiplies many rows of X."""
+    ctas = "1 CTA" if card.ctas_per_sm == 1 else f"{card.ctas_per_sm} CTAs"
+    parts = [
+        f"{card.shared_bytes >> 10} KiB of shared memory a block",
+        f"{ctas} an SM",
+        "clusters with multicast" if card.clusters else "no clusters, no multicast",
+        "wgmma" if card.has_wgmma else "mma.sync",
+    ]
+    if not card.tiled:
+        many = "torch (cuBLAS, from unpacked weights) multiplies many rows"
+    elif card.tiled_rows < ANY_ROWS:
+        many = f"the tiled GEMM multiplies up to {card.tiled_rows} rows, torch (cuBLAS) more"
+    else:
+        many = "the tiled GEMM multiplies many rows"
+    return f"{', '.join(parts)}; {many}"

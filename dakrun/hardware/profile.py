@@ -141,6 +141,31 @@ class HardwareProfile:
             clusters=self.clusters,
         )
 
+    def on(self, card: Card) -> "HardwareProfile":
+        """This machine with the limits of `card`; rates and costs stay.
+
+        Remote tiers keep their SMs, as far as the card has them.
+        """
+        own = self.card
+        if (own.capability, own.sms, own.shared_bytes_per_sm) == (
+            card.capability,
+            card.sms,
+            card.shared_bytes_per_sm,
+        ):
+            return self
+        most = max(1, card.sms - len(self.remote))
+        return replace(
+            self,
+            sms=card.sms,
+            clusters=card.clusters,
+            remote=tuple(replace(tier, sms=min(tier.sms, most)) for tier in self.remote),
+            facts={
+                **self.facts,
+                "compute_capability": card.capability,
+                "shared_bytes_per_sm": card.shared_bytes_per_sm,
+            },
+        )
+
     @functools.cached_property
     def products(self) -> OpCosts:
         """Costs of linear ops by rows of X: the tables of few and of many rows in one."""

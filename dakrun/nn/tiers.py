@@ -14,7 +14,7 @@ import torch
 from dakrun.formats import Rows, WeightFormat
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
-from dakrun.kernels.runtime import card_of, has_kernels
+from dakrun.kernels.runtime import card_of, described_card, gpu_name, has_kernels
 from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tiers, allocate_tiers
@@ -68,9 +68,10 @@ def profiled_access(
     GPU `device`, or a shipped one. Raises UsageError if there is none, or if it lacks the tier.
     """
     if profile is None:
-        profile = find_profile(device="cuda", name=torch.cuda.get_device_name(device))
+        profile = find_profile(device="cuda", name=gpu_name(device))
     elif isinstance(profile, str):
         profile = load_profile(profile)
+    profile = profile.on(described_card(device))
     tier = profile.tier(remote)
     total = tier.direct_bytes_per_s + profile.hbm_bytes_per_s
     mixed = not is_windowed(tier, profile.card) and ratio <= tier.direct_bytes_per_s / total

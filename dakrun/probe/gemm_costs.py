@@ -36,6 +36,7 @@ MANY_ROWS_WEIGHTS = (
     (512, 4096), (768, 4096), (2048, 4096), (3584, 4096), (512, 16384), (896, 7168), (2688, 7168),
     (3584, 7168),
 )  # fmt: skip
+RATE_WEIGHT = 1024, 8192
 
 # Norms. With few rows (True) the product normalizes X; its weight is of a layer's size, as a larger
 # one would hide the norm. With more (False) the norm is a separate launch before a small product.
@@ -89,6 +90,15 @@ def many_rows_sweep(bench: Bench) -> Sweep:
         times = seconds_round_robin(chains, replays=bench.effort.runs, load=True)
         rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
     return rounded(COLUMNS, rows)
+
+
+def product_rates(bench: Bench, n: int) -> list[float]:
+    """FLOP/s of products of `n` rows of X and one large weight after the other."""
+    memory, (row_blocks, cols) = random_memory(bench), RATE_WEIGHT
+    row_blocks = min(row_blocks, memory.numel() // PACKED16.row_block_bytes(cols))
+    launch, weights = product(bench, memory, row_blocks, random(memory, n, cols))
+    flops = 2.0 * n * ROWS_PER_BLOCK * row_blocks * cols
+    return [flops / s for s in launch_seconds(launch, weights, replays=bench.effort.runs)]
 
 
 def norm_sweep(bench: Bench) -> Sweep:

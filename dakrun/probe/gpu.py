@@ -12,7 +12,14 @@ from dakrun.errors import CannotRun
 from dakrun.geometry import SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
-from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
+from dakrun.kernels.runtime import (
+    architecture,
+    card_of,
+    compiling,
+    gpu_name,
+    has_kernels,
+    held_card,
+)
 from dakrun.launches import few_rows
 from dakrun.memory.limits import available_host_memory
 from dakrun.memory.tiers import allocate_tiers
@@ -30,6 +37,7 @@ from dakrun.probe.gemm_costs import (
     linear_sweep,
     many_rows_sweep,
     norm_sweep,
+    product_rates,
     staged_seconds,
 )
 from dakrun.probe.machine import gpu_facts
@@ -112,16 +120,17 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         buffers.clear()
     remote, groups = grouped(remote, together)
     measurements = tuple(probe.log.measurements)
+    arithmetic = "cuBLAS for float32 only, as it is not held," if held_card() else "cuBLAS"
     return HardwareProfile(
         name=name,
         description=description(remote),
         provenance=provenance(
-            "bulk copies into shared memory, copy engine, cuBLAS of torch "
+            f"bulk copies into shared memory, copy engine, {arithmetic} of torch "
             f"{torch.__version__}, chains of dakrun's kernels in CUDA graphs; random data",
             measurements,
         ),
         device="cuda",
-        device_name=torch.cuda.get_device_name(device),
+        device_name=gpu_name(device),
         sms=card.sms,
         clusters=card.clusters,
         hbm_capacity_bytes=total,
@@ -266,10 +275,17 @@ class GpuProbe:
         return found
 
     def compute_rate(self, dtype: Dtype) -> ComputeRate:
-        """FLOP/s by batch size, where products are compute-bound; the peak is the maximum."""
+        """FLOP/s by batch size, where products are compute-bound; the peak is the maximum.
+
+        A GPU that is held to limits without wgmma is measured by dakrun's own products, as cuBLAS
+        is not held.
+        """
         points, rows = [], []
         for n in self.bench.effort.batch_sizes:
-            rates = matmul_rates(self.bench, getattr(torch, dtype), n)
+            if dtype == "float32" or held_card() is None or self.bench.card.has_wgmma:
+                rates = matmul_rates(self.bench, getattr(torch, dtype), n)
+            else:
+                rates = product_rates(self.bench, n)
             points.append((n, self.log.add(f"matmul {dtype} N={n}", "FLOP/s", rates)))
             rows.append((*points[-1], spread(rates)))
         self.sweeps[f"matmul {dtype}"] = rounded(("n", "flops_per_s", "spread"), rows)
@@ -313,5 +329,5 @@ def measured_variants(effort: Effort, card: Card) -> list[Variant]:
 def description(remote: Sequence[RemoteTier]) -> str:
     """The machine in one line."""
     peers = [tier.name for tier in remote if tier.name.startswith("peer")]
-    text = f"{torch.cuda.get_device_name()}, host memory over PCIe"
+    text = f"{gpu_name()}, host memory over PCIe"
     return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")

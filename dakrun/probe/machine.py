@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dakrun.hardware import MIN_SHARED_BYTES, gpu_names
+from dakrun.hardware import MIN_SHARED_BYTES, RUN_ON, Card, gpu_names, how_kernels_run
 from dakrun.memory.limits import (
     available_host_memory,
     cgroup_limit,
@@ -137,6 +137,24 @@ def direct_transport(gpus: Sequence[Gpu]) -> Check:
     return Check("direct transport", "ok", "kernels can read remote memory directly (TMA)")
 
 
+def kernels(gpus: Sequence[Gpu]) -> list[Check]:
+    """How the kernels run on each GPU that they are built for, or on the card it is held to."""
+    checks = []
+    for g in gpus:
+        from dakrun.kernels.runtime import held_card
+
+        own = Card.of(_dotted(g.capability), sms=1, shared_bytes_per_sm=g.shared_bytes + 1024)
+        card = held_card() or own
+        if not card.runs_kernels:
+            continue
+        built = f"held to {card.capability}" if held_card() else f"built for {card.capability}"
+        if card.capability not in RUN_ON and not held_card():
+            built += ", not yet run on it"
+        finding = f"{built}: {how_kernels_run(card)}"
+        checks.append(Check(f"kernels gpu {g.index}", "ok", finding))
+    return checks
+
+
 def host_memory(gpus: Sequence[Gpu], root: Path = ROOT) -> Check:
     """Host memory that is available, and the cgroup's limit."""
     limit = cgroup_limit(root)
@@ -225,11 +243,14 @@ def gpu_facts(index: int, host_memory: int) -> dict[str, int | str]:
     """Sizes and links of a GPU and its host, for a profile's readers; `host_memory` is in bytes."""
     import torch
 
+    from dakrun.kernels.runtime import described_card
+
+    card = described_card(torch.device("cuda", index))
     properties = torch.cuda.get_device_properties(index)
     gpus = [gpu for gpu in visible_gpus() if gpu.index == index]
     return {
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "shared_bytes_per_sm": properties.shared_memory_per_multiprocessor,
+        "compute_capability": card.capability,
+        "shared_bytes_per_sm": card.shared_bytes_per_sm,
         "l2_bytes": properties.L2_cache_size,
         "host_memory_bytes": host_memory,
         "numa": numa(gpus).finding,

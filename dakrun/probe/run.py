@@ -56,12 +56,16 @@ def measured_device(device: Literal["auto", "cuda", "cpu"]) -> Device:
 
 
 def device_name(device: Device) -> str:
-    """Name of torch's current GPU, or of this CPU; kept profiles are found by it."""
+    """Name of torch's current GPU, with limits if it is held to any, or of this CPU.
+
+    Kept profiles are found by it.
+    """
     if device == "cpu":
         return cpu_name()
-    import torch
 
-    return torch.cuda.get_device_name()
+    from dakrun.kernels.runtime import gpu_name
+
+    return gpu_name()
 
 
 def default_name(device: Device) -> str:

@@ -5,7 +5,7 @@ keeps them to another card's limits, graph captures, copy_engine copies between 
 describes matrices to TMA, operands has what wrappers share.
 """
 
-from dakrun.kernels.runtime.card import card_of, has_kernels
+from dakrun.kernels.runtime.card import card_of, described_card, gpu_name, has_kernels
 from dakrun.kernels.runtime.copy_engine import CopyStream, copy
 from dakrun.kernels.runtime.graph import (
     capture,
@@ -15,7 +15,7 @@ from dakrun.kernels.runtime.graph import (
     programmatic_lead,
     replay_seconds,
 )
-from dakrun.kernels.runtime.held import held_to
+from dakrun.kernels.runtime.held import held_card, held_to
 from dakrun.kernels.runtime.jit import (
     Kernel,
     architecture,
@@ -47,9 +47,12 @@ __all__ = [
     "compile_cubin",
     "compiling",
     "copy",
+    "described_card",
     "edge_kinds",
+    "gpu_name",
     "graph_edges",
     "has_kernels",
+    "held_card",
     "held_to",
     "kernel",
     "programmatic_lead",

@@ -1,4 +1,4 @@
-"""The card of a GPU at hand, as the driver describes it, or as a test or an ablation holds it."""
+"""The card of a GPU at hand, as the driver describes it, or the one to which launches are held."""
 
 import functools
 from dataclasses import replace
@@ -9,17 +9,34 @@ import torch
 from dakrun.geometry import TILED_THREADS
 from dakrun.hardware import Card
 from dakrun.kernels.runtime import jit
-from dakrun.kernels.runtime.held import held
+from dakrun.kernels.runtime.held import held_card
 
 
 def card_of(device: torch.device) -> Card:
     """The card of a GPU: what launches may take of it."""
-    return held() or _with_clusters(device)
+    return held_card() or _with_clusters(device)
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether `device` runs the kernels. Compiles nothing."""
-    return device.type == "cuda" and (held() or _described(device)).runs_kernels
+    return device.type == "cuda" and described_card(device).runs_kernels
+
+
+def described_card(device: torch.device) -> Card:
+    """The card of a GPU, with an estimate of the clusters. Compiles nothing."""
+    return held_card() or _described(device)
+
+
+def gpu_name(device: torch.device | None = None) -> str:
+    """Name of a GPU, with the compute capability to whose limits it is held.
+
+    By default it is torch's current GPU.
+    """
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    name, card = torch.cuda.get_device_name(device), held_card()
+    if card is None or card.capability == _described(device).capability:
+        return name
+    return f"{name} held to {card.capability}"
 
 
 def _described(device: torch.device) -> Card:

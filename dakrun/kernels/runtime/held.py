@@ -8,7 +8,7 @@ from dakrun.hardware import Card
 _held: list[Card] = []  # the last one takes the place of all GPUs' cards
 
 
-def held() -> Card | None:
+def held_card() -> Card | None:
     """The card that takes the place of all GPUs' cards now."""
     return _held[-1] if _held else None
 
@@ -25,7 +25,7 @@ def held_to(card: Card) -> Iterator[None]:
 
 def held_macros() -> dict[str, int]:
     """Macros of all kernels that keep them from what the card lacks (native/hardware.cuh)."""
-    card = held()
+    card = held_card()
     if card is None:
         return {}
     lacks = {"WGMMA": not card.has_wgmma, "CLUSTERS": not card.clusters}

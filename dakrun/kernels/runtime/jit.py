@@ -16,7 +16,7 @@ import torch
 
 from dakrun.errors import CannotRun
 from dakrun.interrupt import Workers
-from dakrun.kernels.runtime.held import held, held_macros
+from dakrun.kernels.runtime.held import held_card, held_macros
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
 
@@ -84,7 +84,7 @@ class Kernel:
         return int(found)
 
     def _check_held(self, shared_bytes: int, cluster: int) -> None:
-        card = held()
+        card = held_card()
         if card is None:
             return
         total = shared_bytes + self._function.shared_size_bytes
@@ -109,14 +109,31 @@ def kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> 
     """
     device = torch.cuda.current_device()
     macros = {**(defines or {}), **held_macros()}
-    return _kernel(source, name, tuple(sorted(macros.items())), device)
+    return _kernel(source, name, tuple(sorted(macros.items())), device, _carveout(device))
 
 
 @functools.cache
-def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
+def _kernel(
+    source: str, name: str, defines: tuple[tuple[str, int], ...], device: int, carveout: int | None
+) -> Kernel:
     module = _module(source, defines, device)
     with _cupy().cuda.Device(device):
-        return Kernel(module.get_function(name))
+        function = module.get_function(name)
+        if carveout is not None:
+            function.preferred_shared_memory_carveout = carveout
+        return Kernel(function)
+
+
+def _carveout(device: int) -> int | None:
+    """Percent of an SM's shared memory that the held card has; None where it is all of it.
+
+    A hint to the driver, which takes the least size of an SM's shared memory that is enough.
+    """
+    if (card := held_card()) is None:
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    whole = properties.shared_memory_per_multiprocessor
+    return 100 * card.shared_bytes_per_sm // whole if card.shared_bytes_per_sm < whole else None
 
 
 @functools.cache
