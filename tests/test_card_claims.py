@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from dakrun.cli import main
 from dakrun.hardware import (
+    RUN_ON,
     Card,
     load_profile,
     shipped_profiles,
@@ -31,7 +32,10 @@ CARDS = {
     "NVIDIA GH200": ("9.0", 227),
     "NVIDIA B200": ("10.0", 227),
     "NVIDIA RTX PRO 6000 Blackwell": ("12.0", 99),
+    "NVIDIA GeForce RTX 5090": ("12.0", 99),
+    "NVIDIA GB10": ("12.1", 99),
 }
+SMALL = ("rtx-pro-6000", "rtx-5090", "dgx-spark")
 GPUS = [name for name in shipped_profiles() if load_profile(name).device == "cuda"]
 ADA = "NVIDIA RTX 6000 Ada Generation"  # a card without kernels
 
@@ -135,20 +139,56 @@ def test_predicted_figures_say_so(name: str | None, ada: str, tmp_path: Path) ->
     assert (f"do not run on {ADA}" in page) is (why is not None)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_estimates_are_said_to_be_estimates(name: str) -> None:
+    source = load_profile(name).provenance.source
+    assert "Estimates, as the kernels are built for, but not yet run on, 12." in source
+    assert "that the tiled GEMM multiplies all numbers of rows above 64" in source
+    (row,) = [
+        line
+        for line in (ROOT / "profiles" / "README.md").read_text().splitlines()
+        if line.startswith("| `") and f"`{name}`" in line
+    ]
+    assert "estimates" in row and "not yet run" in row
+
+
+@pytest.mark.parametrize("name", [*SMALL[:2], "h100-sxm"])
+def test_predicted_figures_claim_no_multicast_where_there_is_none(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    args = ("evaluate", "--predict", "--quick", "--only", "table1", "--profile", name)
+    run(*args, "-o", str(tmp_path))
+    tables, page = ((tmp_path / file).read_text() for file in ("tables.md", "index.html"))
+    has_clusters = bool(load_profile(name).card.clusters)
+    assert ("| with multicast" in tables) is has_clusters
+    said = f"{load_profile(name).device_name} has no clusters, and so no multicast"
+    assert (said in page) is not has_clusters
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_launches_of_a_profile_s_plans_fit_its_card(name: str) -> None:
+    """What the machine object of a profile allows is no more than its compute capability has."""
+    card, known = load_profile(name).card, Card.of(load_profile(name).card.capability, sms=132)
+    assert card.shared_bytes_per_sm <= known.shared_bytes_per_sm
+    assert card.ctas_per_sm <= known.ctas_per_sm and card.has_wgmma == known.has_wgmma
+    assert card.max_cluster <= known.max_cluster
+    assert (card.max_cluster == 1) is (name in SMALL)
+
+
 def test_the_readme_claims_what_the_cards_can() -> None:
     """It names the cards with kernels, and those that have not run them yet."""
     readme = " ".join((ROOT / "README.md").read_text().split())
-    claim = re.search(
-        r"kernels need (.*?) \(they are built for, but were not yet run on, (.*?)\)", readme
-    )
+    claim = re.search(r"kernels need (.*?) \(built for, but not yet run on, (.*?)\)", readme)
     assert claim is not None
     having, others = claim.groups()
     for card, (capability, _) in CARDS.items():
         assert Card.of(capability, sms=132).runs_kernels
-        if capability.startswith("12."):
-            assert card.removeprefix("NVIDIA ").removesuffix(" Blackwell") in others
+        if capability in RUN_ON:
+            assert "Hopper" in having
         else:
-            assert ("B200" if "B200" in card else "Hopper") in having
+            name = card.removeprefix("NVIDIA ").removesuffix(" Blackwell")
+            assert {"GB10": "DGX Spark"}.get(name, name.removeprefix("GeForce ")) in others
 
 
 def test_a_card_without_kernels_is_not_measured_by_them(monkeypatch: pytest.MonkeyPatch) -> None:

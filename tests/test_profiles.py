@@ -45,8 +45,8 @@ def keep(folder: Path, name: str, device_name: str, *, like: str = "cpu", age: i
 
 def test_what_is_shipped() -> None:
     assert shipped_profiles() == [
-        "b200", "cpu", "gh200", "h100-pcie5", "h100-sxm", "h200-nvlink-peer", "h200-pcie5",
-        "h200-spec", "rtx-pro-6000",
+        "b200", "cpu", "dgx-spark", "gh200", "h100-pcie5", "h100-sxm", "h200-nvlink-peer",
+        "h200-pcie5", "h200-spec", "rtx-5090", "rtx-pro-6000",
     ]  # fmt: skip
 
 
@@ -61,7 +61,16 @@ def test_every_profile_is_whole(name: str) -> None:
     assert ("data sheet" in text) or profile.provenance.kind != "spec-sheet"
 
 
-@pytest.mark.parametrize(("name", "ridge"), [("h100-sxm", 295), ("h200-spec", 206), ("b200", 281)])
+@pytest.mark.parametrize(
+    ("name", "ridge"),
+    [
+        ("h100-sxm", 295),
+        ("h200-spec", 206),
+        ("b200", 281),
+        ("rtx-pro-6000", 281),
+        ("rtx-5090", 117),
+    ],
+)
 def test_ridge_points(name: str, ridge: int) -> None:
     profile = load_profile(name)
     assert round(profile.compute["float16"].peak / profile.hbm_bytes_per_s) == ridge
@@ -108,6 +117,8 @@ def test_host_memory_that_is_slower_than_its_link() -> None:
         ("NVIDIA H100 80GB HBM3", "h100-pcie5"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA GB10", "dgx-spark"),
     ],
 )
 def test_the_shipped_profile_of_a_gpu(

@@ -27,6 +27,18 @@ TILES = (
 )
 
 
+def series_of(scope: Scope) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The series of a figure; a card without clusters has no multicast."""
+    return SERIES if scope.profile.card.clusters else SERIES[1:]
+
+
+def missing(scope: Scope) -> str:
+    """Why there is no figure with multicast."""
+    if scope.profile.card.clusters:
+        return "not measured yet"
+    return f"{scope.profile.device_name} has no clusters, and so no multicast"
+
+
 def entries_of(scope: Scope, *, rank: int) -> list[Entry]:
     """The largest product of a layer, all of its weight outside HBM, by rows of X."""
     counts = (8, 512, 1024) if scope.quick else (8, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -43,7 +55,7 @@ def entries_of(scope: Scope, *, rank: int) -> list[Entry]:
         )
         for model in models
         for op in [scope.largest_product(model).name]
-        for series, without in SERIES
+        for series, without in series_of(scope)
         for n in counts
     ]
 
@@ -127,7 +139,7 @@ class LinkBytes(Figure):
 
     def claim(self, data: FigureData, scope: Scope) -> str:
         saved = [1 - once / again for *_, once, again in self.repeated(data)]
-        here = f"it saves {max(saved):.0%}" if saved else "not measured yet"
+        here = f"it saves {max(saved):.0%}" if saved else missing(scope)
         return (
             "Paper: without multicast the bytes over the link grow with N, with it each byte "
             f"crosses once per cluster. Here, at the largest N: {here}."
@@ -172,7 +184,7 @@ class Multicast(Figure):
             )
             for model in models
             for batch in batches
-            for series, without in SERIES
+            for series, without in series_of(scope)
         ]
         return [*entries_of(scope, rank=0), *steps]
 
@@ -216,7 +228,7 @@ class Multicast(Figure):
             ]
         return (
             "Paper: multicast makes the product 1.3 x as fast at N = 512. "
-            f"Here: {', '.join(here) or 'not measured yet'}."
+            f"Here: {', '.join(here) or missing(scope)}."
         )
 
     def notes(self, scope: Scope) -> list[str]:
