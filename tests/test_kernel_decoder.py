@@ -13,7 +13,7 @@ from emulated import EmulatedKernel
 from tiny_models import damage, kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dakrun.config import Workload
+from dakrun.config import SamplingParams, Workload
 from dakrun.engine import (
     SPLITK_ROWS,
     DecodeStep,
@@ -21,11 +21,13 @@ from dakrun.engine import (
     Prefill,
     Row,
     Staging,
+    Step,
     decode_step,
     staged_bytes,
     tier_accesses,
 )
 from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.step import Sampling
 from dakrun.geometry import NO_TOKEN
 from dakrun.hardware import Card, load_profile
 from dakrun.kernels import variants
@@ -182,12 +184,20 @@ def test_prompts_and_steps(
         assert cache.reserve(slot, len(prompt) + 3)
     cache.flush()
     assert len(prefill.logits([Row(0, 0, length=66, tokens=prompts[0][:66], wanted=0)])[0]) == 0
+    scored = Sampling(SamplingParams(prompt_logprobs=1))
     parts = [
         Row(0, 66, length=4, tokens=prompts[0][66:]),
-        Row(1, 0, length=5, tokens=prompts[1][:5], wanted=0),
+        Row(1, 0, scored, length=5, tokens=prompts[1][:5], wanted=0, scored=prompts[1][1:6]),
     ]
-    (found,), _ = prefill.logits(parts)
+    (found,), hidden = prefill.logits(parts)
     assert close(found, logits(reference, prompts[0]))
+    none, scores = prefill.scores(Step([], parts), hidden).collect()
+    assert not none and len(scores) == 5
+    for end, ((token, logprob), likeliest) in enumerate(scores, 1):
+        wanted = logits(reference, prompts[1][:end])
+        assert token == prompts[1][end]
+        assert abs(logprob - wanted.log_softmax(-1)[token]) <= 0.016 * wanted.std()
+        assert abs(likeliest[1] - wanted.log_softmax(-1).max()) <= 0.016 * wanted.std()
 
     bucket = cache.counts
     rows.prepare([bucket])

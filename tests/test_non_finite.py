@@ -13,6 +13,7 @@ from tiny_models import damage, kernel_models, save_half
 from dakrun.cli import main
 from dakrun.config import SamplingParams
 from dakrun.engine import GraphRunner
+from dakrun.engine.logprobs import log_probabilities
 from dakrun.errors import CannotRun
 from dakrun.llm import LLM
 from dakrun.plan import Policy
@@ -223,3 +224,40 @@ def test_error_rows_of_a_run(tmp_path: Path) -> None:
         error = found["1"]["error"]
         assert (error["code"], error["line"]) == ("non_finite_logits", 2)
         assert "at position 1 (" in error["message"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_prompt_has_no_scores(whole: Path, device: str, tmp_path: Path) -> None:
+    """Other rows of its step keep theirs."""
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    prompts = [[7, 9, BAD, 20, 21], [5, 6, 8]]
+    with load(whole, device) as llm:
+        wanted = by_id(llm.stream(requests(prompts, params)))["r1"]
+    with load(with_bad_token(tmp_path, BAD), device) as llm:
+        found = by_id(llm.stream(requests(prompts, params)))
+    assert_position(found["r0"], 5)
+    good = found["r1"]
+    assert isinstance(good, Completion) and isinstance(wanted, Completion)
+    assert good.prompt_logprobs is not None and wanted.prompt_logprobs is not None
+    for one, other in zip(good.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+        assert one is not None and other is not None
+        assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=0.02)
+
+
+def test_a_token_of_a_prompt_without_a_score(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that overflow ahead of one token make no NaN in a result."""
+    bad = torch.tensor([[0.0, torch.inf, 1.0], [0.0, torch.nan, 1.0], [0.0, -torch.inf, 1.0]])
+    _, values = log_probabilities(bad, torch.tensor([0, 0, 1]), 1)
+    assert values[:2].isnan().all() and values[2].tolist() == pytest.approx(
+        [-9999.0, -0.3133], 1e-3
+    )
+
+    def scored(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> object:
+        return log_probabilities(logits.masked_fill((tokens == 9)[:, None], torch.inf), tokens, top)
+
+    monkeypatch.setattr("dakrun.engine.logprobs.log_probabilities", scored)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    with load(whole, "cpu") as llm:
+        found = by_id(llm.stream(requests([[7, 8, 9, 10], [5, 6, 8]], params)))
+    assert_position(found["r0"], 2)
+    assert isinstance(found["r1"], Completion)

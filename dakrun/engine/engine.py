@@ -20,7 +20,7 @@ from dakrun.engine.answers import guidance_of, has_form
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
-from dakrun.engine.results import completion, no_token, too_long
+from dakrun.engine.results import completion, no_score, no_token, too_long
 from dakrun.engine.runner import Runner
 from dakrun.engine.sampler import request_seed
 from dakrun.engine.step import Accepted, Row, Sampling, Step
@@ -372,6 +372,8 @@ class Engine:
         self.stats.running_tokens -= len(r.tokens)
         if reason == "error":
             return no_token(r, self.plan.model.dtype)
+        if error := no_score(r, self.plan.model.dtype):
+            return error
         del r.tokens[r.limit :], r.logprobs[r.limit :]
         self.admission.count_end(r)
         result, stats = completion(r, reason, self._tokenizer), self.stats

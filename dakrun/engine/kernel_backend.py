@@ -79,6 +79,19 @@ class KernelBackend:
         """A copy with the same kept buffers that stages no matrix."""
         return self._staged_by(None)
 
+    def for_logits(self) -> "KernelBackend":
+        """A copy that stages no matrix and computes logits between passes of this one.
+
+        They are written to the largest of the kept buffers that hold nothing then.
+        """
+        found, width = self._staged_by(None), self.model.head.width
+        idle = max((kept for op, kept in self._kept.items() if op != "x"), key=torch.numel)
+        if (rows := idle.numel() // width) == 0:
+            idle, rows = self.like.new_empty(1, width), 1
+        logits = idle.view(-1)[: rows * width].view(rows, width)
+        found._kept = {**self._kept, self.model.head.op: logits}
+        return found
+
     @property
     def rows(self) -> int:
         """Tokens of the largest pass for which the kept buffers have room."""

@@ -13,8 +13,6 @@ from dakrun.memory.device import download, upload
 LOWEST = -9999.0  # for a token of probability 0, as OpenAI has it: JSON knows no infinity
 # Rows are handled in groups of this many logits: about 50 MiB of scratch, whatever the batch.
 _GROUP_LOGITS = 2**22
-# Logits of a prompt's tokens are computed this many at a time: 64 MiB of scratch in 16 bits.
-_SCORED_LOGITS = 2**25
 
 
 def log_probabilities(
@@ -24,11 +22,13 @@ def log_probabilities(
 
     The first of a row is its token of `tokens`, int64 [n]; the others are its likeliest tokens in
     order, fewer than `top` in a small vocabulary. logits: [n, vocabulary], of any floating dtype.
-    Logarithms are natural, computed in float32, and at least LOWEST.
+    Logarithms are natural, computed in float32, and at least LOWEST; all of a row are NaN if one of
+    its logits is NaN or positive infinity.
     """
     vocab = logits.shape[1]
     group = max(1, _GROUP_LOGITS // vocab)
     sums = torch.cat([part.float().logsumexp(-1, keepdim=True) for part in logits.split(group)])
+    sums = sums.where(sums < torch.inf, torch.nan)
     likeliest = logits.topk(min(top, vocab), dim=-1).indices
     ids = torch.cat((tokens[:, None], likeliest), dim=1)
     return ids, (logits.gather(1, ids).float() - sums).clamp(min=LOWEST)
@@ -42,24 +42,24 @@ class Scores:
         step: Step,
         hidden: torch.Tensor,
         logits_of: Callable[[torch.Tensor], torch.Tensor],
-        vocabulary: int,
+        most: int,
     ) -> None:
         """Start to compute them, without waiting.
 
         hidden: the last layer's output [n, H] after the prompts' tokens, part after part.
-        `logits_of` makes logits [m, vocabulary] of m of its rows.
+        `logits_of` makes logits [m, V] of m of its rows, which the next call may overwrite; m is up
+        to `most`.
         """
         self._rows = step.rows
         scored = [row for row in step.prompts if row.scored]
         places = _places(step.prompts)
         targets = torch.tensor([token for row in scored for token in row.scored])
         top = max(row.sampling.params.prompt_logprobs or 0 for row in scored)
-        group = max(1, _SCORED_LOGITS // vocabulary)
         found = [
             log_probabilities(logits_of(hidden[at]), own, top)
             for at, own in zip(
-                upload(places, hidden.device).split(group),
-                upload(targets, hidden.device).split(group),
+                upload(places, hidden.device).split(most),
+                upload(targets, hidden.device).split(most),
                 strict=True,
             )
         ]

@@ -85,13 +85,13 @@ class Prefill:
     def scores(self, step: Step, hidden: torch.Tensor) -> Scores:
         """Start to compute the log-probabilities of a step's `scored` tokens, from `logits`."""
         model = self._backend.model
-        run = self._scoring = self._scoring or self._backend.unstaged()
+        run = self._scoring = self._scoring or self._backend.for_logits()
 
         def logits_of(x: torch.Tensor) -> torch.Tensor:
             run.begin(len(x))
             return model.logits(run, x)
 
-        return Scores(step, hidden, logits_of, model.head.width)
+        return Scores(step, hidden, logits_of, len(run.logits))
 
 
 def _both(n: int, rows: Attend, prompts: Attend, heads: torch.Tensor) -> Attend:

@@ -30,6 +30,8 @@ from dakrun.units import ceil_div
 from dakrun.weights.loading import Weights
 
 Rotations = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [N, 1, D / 2]
+# Logits for scores are computed this many at a time, in the memory that the pass before needed.
+SCORED_LOGITS = 2**24
 
 
 class ReferenceBackend:
@@ -338,4 +340,5 @@ class ReferenceRunner:
         if not any(row.scored for row in step.prompts):
             return logits, None
         of_prompts = hidden[sum(row.length for row in step.decode) :]
-        return logits, Scores(step, of_prompts, partial(model.logits, run), model.head.width)
+        most = max(1, SCORED_LOGITS // model.head.width)
+        return logits, Scores(step, of_prompts, partial(model.logits, run), most)

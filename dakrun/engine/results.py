@@ -1,5 +1,6 @@
 """Results of requests: completions, and errors of rows. Knows nothing of slots and steps."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -94,16 +95,33 @@ def _answer(
 def no_token(r: RequestState, dtype: Dtype) -> RowError:
     """The error of a request whose newest token, NO_TOKEN or NONE_ALLOWED, could not be chosen."""
     position = len(r.request.prompt_ids) + len(r.tokens) - 1
-    place = f"the token at position {position} (the first has position 0)"
-    if r.tokens[-1] == NONE_ALLOWED:
-        code, message = "no_token_allowed", f"the row's options forbid every token for {place}"
-    else:
-        cause = "the weights may be damaged"
-        if dtype == "float16":
-            cause += ", or need --dtype bfloat16"
-        code = "non_finite_logits"
-        message = f"the logits of {place} are NaN or infinite; {cause}"
-    request = r.request
+    if r.tokens[-1] != NONE_ALLOWED:
+        return _non_finite(r.request, position, dtype)
+    message = f"the row's options forbid every token for {_place(position)}"
+    return _error(r.request, "no_token_allowed", message)
+
+
+def no_score(r: RequestState, dtype: Dtype) -> RowError | None:
+    """The error of a request if a token of its prompt has no log-probability."""
+    for position, ((_, logprob), *_) in enumerate(r.scores, 1):
+        if math.isnan(logprob):
+            return _non_finite(r.request, position, dtype)
+    return None
+
+
+def _non_finite(request: Request, position: int, dtype: Dtype) -> RowError:
+    cause = "the weights may be damaged"
+    if dtype == "float16":
+        cause += ", or need --dtype bfloat16"
+    message = f"the logits of {_place(position)} are NaN or infinite; {cause}"
+    return _error(request, "non_finite_logits", message)
+
+
+def _place(position: int) -> str:
+    return f"the token at position {position} (the first has position 0)"
+
+
+def _error(request: Request, code: str, message: str) -> RowError:
     return RowError(
         id=request.id, line=request.line, code=code, message=message, reply=request.reply
     )
@@ -111,15 +129,12 @@ def no_token(r: RequestState, dtype: Dtype) -> RowError:
 
 def too_long(request: Request, new: int, most: int) -> RowError:
     """The error of a request of up to `new` tokens where the KV cache holds `most` positions."""
-    return RowError(
-        id=request.id,
-        line=request.line,
-        code="kv_cache_too_small",
-        message=f"its {len(request.prompt_ids)} prompt and up to {new} new tokens do not fit in "
+    message = (
+        f"its {len(request.prompt_ids)} prompt and up to {new} new tokens do not fit in "
         f"the KV cache: there is room for {most} tokens; raise --hbm-budget or --host-budget, or "
-        "lower --batch-size",
-        reply=request.reply,
+        "lower --batch-size"
     )
+    return _error(request, "kv_cache_too_small", message)
 
 
 def _named(found: Sequence[Likeliest], tokenizer: Tokenizer | None) -> tuple[Logprobs, ...]:
