@@ -20,13 +20,14 @@ from dakrun.demo import MODEL
 from dakrun.engine.progress import RequestState
 from dakrun.engine.results import completion as completion_of
 from dakrun.engine.step import Sampling
+from dakrun.grammars import Grammars
 from dakrun.requests import Answer, BadRow, EstimatedRules, PromptRules, Reply, Request, Tokenizer
 from dakrun.requests.chat_template import ChatTemplate
 from dakrun.requests.lengths import PromptStarts, json_lengths
 from dakrun.requests.messages import RESERVED
 from dakrun.requests.native_rows import parse_native
 from dakrun.requests.openai_rows import parse_batch
-from dakrun.requests.tool_calls import ToolCall, call_format_of, find_calls
+from dakrun.requests.tool_calls import CALL_TOKENS, ToolCall, call_format_of, find_calls
 from dakrun.requests.writer import result_line
 
 # Written after the templates that these models come with.
@@ -180,6 +181,11 @@ def batch(rules: PromptRules, **body: Any) -> Any:
     return parse_batch(row, SamplingParams(), rules)[0]
 
 
+def named(name: str) -> dict[str, Any]:
+    """The tool_choice that wants a call of this function."""
+    return {"type": "function", "function": {"name": name}}
+
+
 def native(rules: PromptRules, **fields: Any) -> Any:
     return parse_native(fields, SamplingParams(), rules)[0]
 
@@ -265,11 +271,15 @@ def call_with(arguments: object) -> list[dict[str, Any]]:
          "tool 3 is not"),
         ({"messages": [USER], "tools": [{"type": "function", "function": {"name": ""}}]},
          "invalid_field", "the function of tool 1 has no name"),
-        ({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, "unsupported_field",
-         "tool_choice is 'required'; only 'auto' and 'none' are"),
-        ({"messages": [USER], "tool_choice": "required"}, "unsupported_field", "tool_choice is 'r"),
+        ({"messages": [USER], "tool_choice": "required"}, "invalid_field", "there are no tools"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": "some"}, "invalid_field",
+         "tool_choice is 'some', not 'auto', 'none', 'required' or "),
         ({"messages": [USER], "tools": TOOLS, "tool_choice": {"type": "function"}},
-         "unsupported_field", "tool_choice is an object; only 'auto' and 'none'"),
+         "invalid_field", "tool_choice is an object, not 'auto'"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": named("then")}, "invalid_field",
+         "tool_choice names 'then', which is not in tools"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+         "invalid_field", "tool_choice wants a call, and the answer another form"),
         ({"messages": [USER], "tools": TOOLS, "parallel_tool_calls": 1}, "invalid_field",
          "parallel_tool_calls is a number, not true or false"),
         ({"messages": [USER], "chat_template_kwargs": [1]}, "invalid_field", "an array, not an o"),
@@ -445,6 +455,61 @@ def test_calls_in_an_answer(caller: PromptRules) -> None:
     assert message["content"] is None
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert answered(caller, text, "length", tools=TOOLS).finish_reason == "length"
+
+
+ARGS = MISTRAL + "{# [TOOL_CALLS]name[ARGS]{...} #}"
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("template", "one", "several"),
+    [
+        (HERMES, f"<tool_call>\n{W}\n</tool_call>",
+         f"<tool_call>{W}</tool_call>\n<tool_call>\n{N}\n</tool_call>"),
+        (LLAMA, W.replace("arguments", "parameters"), None),
+        (MISTRAL, f"[TOOL_CALLS] [{W}]", f"[TOOL_CALLS][{W}, {N}]"),
+        (ARGS, '[TOOL_CALLS]weather[ARGS]{"place": "Zürich"}',
+         '[TOOL_CALLS]weather[ARGS]{"place": "a"}[TOOL_CALLS]now[ARGS]{}'),
+    ],
+)  # fmt: skip
+def test_a_call_may_be_required(
+    tmp_path: Path, template: str, one: str, several: str | None, special: bool
+) -> None:
+    folder = make_tokenizer_files(tmp_path, chat_template=template)
+    if special:
+        auto = transformers.AutoTokenizer.from_pretrained(folder)
+        marks = [*CALL_TOKENS["hermes"], *CALL_TOKENS["mistral"]]
+        auto.add_special_tokens({"extra_special_tokens": marks})
+        auto.save_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    grammars = Grammars(tokenizer.as_json, 999, [2])
+    rules = PromptRules(vocab_size=999, max_model_len=9999, max_positions=9999, tokenizer=tokenizer)
+
+    def allows(text: str | None, choice: Any, **fields: Any) -> bool:
+        """Whether the text, which has calls that can be read, may be the whole answer."""
+        if text is None:
+            return False
+        row = native(rules, messages=[USER], tools=TOOLS, tool_choice=choice, **fields)
+        form = tokenizer.call_format()
+        assert form and (text == "Hi" or find_calls(text, form, "r"))
+        matcher = grammars.matcher(row.params.structured_outputs)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(list(ids)) == len(ids) and matcher.is_accepting()
+
+    assert allows(one, "required") and allows(one, named("weather"))
+    assert allows(several, "required") == (several is not None)
+    assert not allows(one, named("now")) and not allows("Hi", "required")
+    assert not allows(several, "required", parallel_tool_calls=False)
+    assert not allows(several, named("weather"))
+    wrong = one.replace('"Zürich"', "3")
+    assert not allows(wrong, "required"), "the arguments follow the function's schema"
+
+
+def test_a_call_cannot_be_required_in_an_unknown_format(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{{ tools | tojson }}"
+    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=template))
+    with pytest.raises(BadRow, match="whose format in the chat template is not known"):
+        native(rules, messages=[USER], tools=TOOLS, tool_choice="required")
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])

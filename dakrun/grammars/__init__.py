@@ -5,7 +5,7 @@ compiles, guide.py the tokens that a request may get next, behind its thought, a
 of many requests at once.
 """
 
-from dakrun.grammars.compiling import MAX_COMPILED, Grammars, check_form, is_valid
+from dakrun.grammars.compiling import MAX_COMPILED, Grammars, check_form, is_valid, json_options
 from dakrun.grammars.guide import Guidance, Guide
 from dakrun.grammars.parallel import ParallelGuides
 from dakrun.grammars.structured_outputs import StructuredOutputsParams
@@ -19,4 +19,5 @@ __all__ = [
     "StructuredOutputsParams",
     "check_form",
     "is_valid",
+    "json_options",
 ]

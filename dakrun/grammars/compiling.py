@@ -26,17 +26,8 @@ def llguidance_grammar(form: StructuredOutputsParams) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if form.kind in ("json", "json_object"):
-        # The answer to a lenient schema is checked afterwards.
-        return str(
-            LLMatcher.grammar_from_json_schema(
-                form.schema,
-                overrides={
-                    "whitespace_pattern": WHITESPACE,
-                    "lenient": not form.strict,
-                    "coerce_one_of": not form.strict,
-                },
-            )
-        )
+        options: Any = json_options(strict=form.strict)
+        return str(LLMatcher.grammar_from_json_schema(form.schema, overrides=options))
     if form.kind == "regex":
         return str(LLMatcher.grammar_from_regex(form.source))
     if form.kind == "choice":
@@ -46,6 +37,15 @@ def llguidance_grammar(form: StructuredOutputsParams) -> str:
         return str(LLMatcher.grammar_from_lark(any_to_lark(form.source)))
     except Exception as problem:  # GBNF's own errors, and others of a malformed text
         raise UsageError(f"the grammar cannot be read as GBNF: {problem}", hint=_HINT) from None
+
+
+def json_options(*, strict: bool) -> dict[str, Any]:
+    """llguidance's options for JSON schemas; unless `strict`, keywords may be left out."""
+    return {
+        "whitespace_pattern": WHITESPACE,
+        "lenient": not strict,
+        "coerce_one_of": not strict,
+    }
 
 
 def check_form(form: StructuredOutputsParams, tokenizer: Any = None) -> str:

@@ -1,11 +1,14 @@
 """Chats in a row: messages and tools checked, and put through the model's chat template."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dakrun.config import SamplingParams
 from dakrun.errors import is_neutral
+from dakrun.grammars import StructuredOutputsParams
+from dakrun.requests.call_grammar import call_grammar
 from dakrun.requests.chat_template import TemplateOptions
 from dakrun.requests.chats import string_of
 from dakrun.requests.json_rows import flag, json_kind, names, shown
@@ -13,6 +16,7 @@ from dakrun.requests.neutral import OF_MESSAGES
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply
 from dakrun.requests.thoughts import Markers, Thought, thought_after, thought_within
+from dakrun.requests.tokenizer import Tokenizer
 
 CHAT_FIELDS = (
     *("continue_final_message", "add_generation_prompt", "chat_template_kwargs"),
@@ -38,13 +42,14 @@ class Chat:
     """Messages, and the other arguments of their template.
 
     `takes_calls`: calls of tools are looked for in the answer; all of them, or with `one_call` the
-    first.
+    first. The answer must call one of the tools `must_call`, if there are any.
     """
 
     messages: list[dict[str, Any]]
     options: TemplateOptions
     takes_calls: bool
     one_call: bool
+    must_call: Sequence[dict[str, Any]] = ()
 
     def prompt(self, rules: PromptRules, reply: Reply) -> tuple[str, tuple[int, ...], Reply]:
         """Its text and token ids, and `reply` as one to it. Raises BadRow."""
@@ -59,8 +64,24 @@ class Chat:
             replace(
                 reply,
                 call_format=tokenizer.call_format() if self.takes_calls else None,
+                must_call=self._calls(tokenizer) if self.must_call else None,
                 thought=self._thought(text, tokenizer.markers(self.options.tools)),
             ),
+        )
+
+    def _calls(self, tokenizer: Tokenizer) -> StructuredOutputsParams:
+        """The form of an answer that must call a tool."""
+        if (form := tokenizer.call_format()) is None:
+            raise BadRow(
+                "unsupported_field",
+                "tool_choice wants a call, whose format in the chat template is not known",
+            )
+        return call_grammar(
+            self.must_call,
+            form,
+            one_call=self.one_call,
+            with_args=tokenizer.has_call_arguments(),
+            symbol=tokenizer.lark_symbol,
         )
 
     def _thought(self, text: str, markers: Markers | None) -> Thought | None:
@@ -78,6 +99,15 @@ def chat_prompt(
     """Token ids of a row's chat, and `reply` as one to it. Raises BadRow; see checked_chat."""
     _, ids, reply = checked_chat(given).prompt(rules, reply)
     return ids, reply
+
+
+def with_calls(params: SamplingParams, reply: Reply) -> SamplingParams:
+    """`params` for an answer that must call a tool, if `reply` says so. Raises BadRow."""
+    if reply.must_call is None:
+        return params
+    if params.structured_outputs is not None:
+        raise BadRow("invalid_field", "tool_choice wants a call, and the answer another form")
+    return replace(params, structured_outputs=reply.must_call)
 
 
 def checked_chat(given: Mapping[str, Any]) -> Chat:
@@ -100,10 +130,12 @@ def checked_chat(given: Mapping[str, Any]) -> Chat:
         raise BadRow(
             "invalid_prompt", "continue_final_message needs a last message of the assistant"
         )
-    tools, may_call = _tools(given.get("tools")), _may_call(given.get("tool_choice"))
-    one_call = not flag(given, "parallel_tool_calls", True)
+    tools, choice = _tools(given.get("tools")), given.get("tool_choice")
+    must_call = _must_call(choice, tools or [])
+    one_call = not flag(given, "parallel_tool_calls", True) or isinstance(choice, dict)
     options = TemplateOptions(continues, tools, _kwargs(given.get("chat_template_kwargs", {})))
-    return Chat(chat, options, may_call and tools is not None, one_call)
+    takes_calls = tools is not None and choice != "none"
+    return Chat(chat, options, takes_calls, one_call, must_call)
 
 
 def _kwargs(given: object) -> Mapping[str, Any]:
@@ -138,14 +170,24 @@ def _tools(given: object) -> list[dict[str, Any]] | None:
     return given
 
 
-def _may_call(choice: object) -> bool:
-    """Whether `tool_choice` lets the model call tools."""
-    if choice not in (None, "auto", "none"):
-        found = shown(choice)
-        raise BadRow(
-            "unsupported_field", f"tool_choice is {found}; only 'auto' and 'none' are supported"
+def _must_call(choice: object, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of which `tool_choice` wants one called; none if the model is free."""
+    if choice in (None, "auto", "none"):
+        return []
+    if choice == "required":
+        if not tools:
+            raise BadRow("invalid_field", "tool_choice is 'required', and there are no tools")
+        return tools
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name is None:
+        wanted = (
+            '\'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": ...}}'
         )
-    return choice != "none"
+        raise BadRow("invalid_field", f"tool_choice is {shown(choice)}, not {wanted}")
+    if not (named := [tool for tool in tools if tool["function"]["name"] == name]):
+        raise BadRow("invalid_field", f"tool_choice names {shown(name)}, which is not in tools")
+    return named
 
 
 def _message(number: int, message: object) -> dict[str, Any]:

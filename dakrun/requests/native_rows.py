@@ -11,7 +11,7 @@ from dakrun.config import ADJUSTING, SEED_BITS, SamplingParams
 from dakrun.errors import is_neutral
 from dakrun.requests.answer_forms import FORM_FIELDS, answer_form
 from dakrun.requests.json_rows import flag, json_kind, names
-from dakrun.requests.messages import CHAT_FIELDS, chat_prompt
+from dakrun.requests.messages import CHAT_FIELDS, chat_prompt, with_calls
 from dakrun.requests.neutral import NEUTRAL, supported_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Completion, Logprobs, Reply, RowError, TokenLogprob
@@ -77,6 +77,7 @@ def several_choices(
 
     Each choice has its own seed. That of a prompt's first choice does not depend on n.
     """
+    params = with_calls(params, reply)
     reply = replace(reply, choices=n * len(prompts), n=n)
     return [
         ParsedRow(

@@ -12,7 +12,7 @@ from typing import Any
 from dakrun.config import SEED_BITS, SamplingParams
 from dakrun.errors import UsageError, is_neutral
 from dakrun.requests.json_rows import names
-from dakrun.requests.messages import CHAT_FIELDS, checked_chat
+from dakrun.requests.messages import CHAT_FIELDS, checked_chat, with_calls
 from dakrun.requests.native_rows import refuse_chat_fields
 from dakrun.requests.prompts import BadRow, PromptRules
 from dakrun.requests.request import Reply, Request
@@ -107,8 +107,8 @@ def _params_of_each(params: object, count: int) -> list[SamplingParams]:
 
 def _request(number: int, prompt: object, params: SamplingParams, rules: PromptRules) -> Request:
     try:
-        params = rules.checked_params(params)
         text, ids, reply = _parsed(prompt, rules)
+        params = rules.checked_params(with_calls(params, reply))
     except BadRow as bad:
         raise UsageError(f"prompt {number}: {bad}", hint="nothing was generated") from None
     # As of a Batch row: the seed of the first choice does not depend on n.

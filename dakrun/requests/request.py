@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
+from dakrun.grammars import StructuredOutputsParams
 from dakrun.requests.thoughts import Thought
 from dakrun.requests.tool_calls import CallFormat, ToolCall
 
@@ -25,7 +26,8 @@ class Reply:
     `choices` in all; those of one prompt are neighbours. `of_messages` marks a native row that has
     messages, `integer_id` one whose id is an integer, which a result repeats as one. `continues`
     marks a completion that continues the last message. `call_format` is that of the calls of tools
-    that an answer may have, `one_call` says that only the first of them counts. `thought` is the
+    that an answer may have, `one_call` says that only the first of them counts, `must_call` is the
+    form of an answer that must have one. `thought` is the
     thought that an answer may begin with. `echo` says that the text begins with the prompt's.
     """
 
@@ -39,6 +41,7 @@ class Reply:
     continues: bool = False
     call_format: CallFormat | None = None
     one_call: bool = False
+    must_call: StructuredOutputsParams | None = None
     thought: Thought | None = None
     echo: bool = False
 

@@ -179,6 +179,15 @@ class Tokenizer:
         """The format in which the chat template writes calls of tools, if it is known."""
         return call_format_of(self._tokenizer.get_chat_template(tools=[]))
 
+    def lark_symbol(self, name: str) -> str:
+        """A token in Lark's notation: the id of a special one, the text of another."""
+        by_name = {text: token for token, text in self._special.items()}
+        return f"<[{by_name[name]}]>" if name in by_name else f'"{name}"'
+
+    def has_call_arguments(self) -> bool:
+        """Whether arguments of calls come behind [ARGS] in the chat template."""
+        return "[ARGS]" in self._tokenizer.get_chat_template(tools=[])
+
     def markers(self, tools: Sequence[Mapping[str, Any]] | None = None) -> Markers | None:
         """The markers of thoughts in answers; None if there are no thoughts."""
         return markers_of(self._tokenizer.get_chat_template(tools=tools), self._reasoning)
