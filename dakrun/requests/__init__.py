@@ -14,9 +14,10 @@ row_digests.py one row from another.
 
 tokenizer.py wraps the model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py
 one of a tokenizer.model alone. continuation.py makes text of tokens behind a prompt, and
-stop_strings.py finds stop strings. chats.py makes text of chats, chat_template.py runs their
-template. tool_calls.py finds calls of tools in answers, thoughts.py the thoughts that they begin
-with. request.py holds the shared types. README.md describes the formats.
+stop_strings.py finds stop strings. answer_forms.py has the fields for forms of answers,
+call_grammar.py the form of an answer that must call tools. chats.py makes text of chats,
+chat_template.py runs their template. tool_calls.py finds calls of tools in answers, thoughts.py the
+thoughts that they begin with. request.py holds the shared types. README.md describes the formats.
 """
 
 from dakrun.requests.choices import Choices
