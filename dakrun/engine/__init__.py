@@ -13,8 +13,8 @@ kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, sta
 reference_runner.py in plain torch. sampler.py chooses tokens in torch, from logits that
 adjustments.py changes as a request asks; logprobs.py has their log-probabilities. answers.py has
 what guides the tokens of a request whose answer must have a form, and mask_writer.py writes which
-ones it allows for the GPU's steps. machine_planner.py plans for this machine's free memory, build.py
-makes the runner that a plan asks for.
+ones it allows for the GPU's steps. machine_planner.py plans for this machine's free memory,
+build.py makes the runner that a plan asks for.
 """
 
 from dakrun.engine.admission import Admission
