@@ -90,7 +90,7 @@ def options() -> list[Request]:
                 max_tokens=chance.randint(1, 59), ignore_eos=True, **kinds[i % len(kinds)]
             ),
         )
-        for i in range(36)
+        for i in range(24)
     ]
 
 
