@@ -1,6 +1,7 @@
 """Cards made by hand, for launches that are chosen without a GPU."""
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ def hopper(sms: int, **changes: Any) -> Card:
 
 def hold_to(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `card` be that of every device until the test ends, as held_to does."""
-    monkeypatch.setattr("dakrun.kernels.runtime.held._held", [card])
+    # By its full name it would be the function of the same name, which the folder exports.
+    monkeypatch.setattr(import_module("dakrun.kernels.runtime.held"), "_held", [card])
 
 
 def properties(capability: str, shared_kib: int, name: str = "a card") -> SimpleNamespace:
