@@ -11,15 +11,15 @@ constexpr int kInPrompt = 1 << 30;
 // Options of a slot's request, and the tokens with logits of their own; arrays follow the struct.
 // dakrun/kernels/adjustments.py makes it.
 struct Adjustments {
-  int first_end;     // first position at which `ends` are allowed
-  int end_count;     // tokens that end a completion
-  int word_count;    // bad words
-  int word_tokens;   // all of their tokens
-  int recent_size;   // newest tokens that are kept: as many as the longest bad word has, less 1
-  int bias_count;    // tokens with a bias, the first of `tokens`
-  int capacity;      // of `tokens`
-  int entries;       // in use: distinct tokens
-  int counts_tokens; // 1 if there are penalties
+  int first_end;      // first position at which `ends` are allowed
+  int end_count;      // tokens that end a completion
+  int word_count;     // bad words
+  int word_tokens;    // all of their tokens
+  int recent_size;    // newest tokens that are kept: as many as the longest bad word has, less 1
+  int bias_count;     // tokens with a bias, the first of `tokens`
+  int capacity;       // of `tokens`
+  int entries;        // in use: distinct tokens
+  int counts_tokens;  // 1 if there are penalties
   float repetition, frequency, presence;
 
   __device__ __forceinline__ int* ends() { return reinterpret_cast<int*>(this + 1); }
@@ -47,8 +47,8 @@ constexpr uint32_t kMinusInfinity = 0x80000000 - 0x7f800000;
 constexpr uint32_t kPlusInfinity = 0x80000000 + 0x7f800000;
 // The float of an ordered integer.
 __device__ __forceinline__ float value_of(uint32_t ordered) {
-  const uint32_t bits = ordered < 0x80000000 ? 0x80000000 | (0x80000000 - ordered)
-                                             : ordered - 0x80000000;
+  const uint32_t bits =
+      ordered < 0x80000000 ? 0x80000000 | (0x80000000 - ordered) : ordered - 0x80000000;
   return reinterpret_cast<const float&>(bits);
 }
 
@@ -63,8 +63,8 @@ struct AdjustedLogits {
 
   __device__ __forceinline__ static int words(int size) { return (size + 31) / 32; }
 
-  // Call use(key, logit, token) for all logits of a thread that have a key of at least `least`. Keys
-  // from `end` on need not be shown: the end of a search is among the keys of `own` alone.
+  // Call use(key, logit, token) for all logits of a thread that have a key of at least `least`.
+  // Keys from `end` on need not be shown: the end of a search is among the keys of `own` alone.
   template <class Use>
   __device__ __forceinline__ void for_each(Key least, Key end, Use use) const {
     if (least <= (end - 1) / kModelKeys * kModelKeys) {
@@ -175,8 +175,7 @@ __device__ __forceinline__ void wait_for_mask(const Sampling& sampling, int posi
 // NONE_ALLOWED. Not inlined, so that other rows do not pay for its registers. All threads of the
 // CTA take part, and get the token. `visible` is shared memory for AdjustedLogits.
 __device__ __noinline__ int choose_adjusted(Row row, const Sampling& sampling, int position,
-                                            uint32_t* visible) {
-  __shared__ SearchParts parts;
+                                            uint32_t* visible, SearchParts& parts) {
   Adjustments* const own = sampling.adjustments;
   const AdjustedLogits logits{row, visible, own};
   if (sampling.mask != nullptr) wait_for_mask(sampling, position);

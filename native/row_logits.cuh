@@ -5,7 +5,7 @@
 #include "geometry.cuh"
 
 constexpr int kThreads = ROW_THREADS;
-constexpr int kInFlight = 4;  // loads of a thread in flight together
+constexpr int kInFlight = 4;    // loads of a thread in flight together
 constexpr int kLogits = CHUNK;  // of a chunk
 
 // Integer that orders like the 16-bit float in the low bits of `logit`. Both zeros map to 0. NaN is

@@ -92,8 +92,8 @@ __device__ __forceinline__ Key find_threshold(Key low, Key high, uint64_t target
   return low;
 }
 
-// The token of a row, drawn for `position`; its largest logit has the key `best`. All threads of the
-// CTA take part, and get it.
+// The token of a row, drawn for `position`; its largest logit has the key `best`. All threads of
+// the CTA take part, and get it.
 template <class Logits>
 __device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key best,
                                       float largest_logit, const Sampling& sampling, int position,
@@ -128,7 +128,8 @@ __device__ __forceinline__ int sample(const Logits& logits, typename Logits::Key
     const auto plus = [](uint64_t a, uint64_t b) { return a + b; };
     const double sum = reduce_cta(total[0], parts.of[0], plus);
     // Rounded up: a sum is at least the target if it is at least the next integer.
-    least = find_threshold(least, best + 1, static_cast<uint64_t>(ceil(sampling.top_p * sum)), parts, add);
+    const uint64_t target = static_cast<uint64_t>(ceil(sampling.top_p * sum));
+    least = find_threshold(least, best + 1, target, parts, add);
   }
   const uint64_t state = noise_state(sampling.seed, position);
   uint64_t rank = 0;  // of the thread's token: larger score first, then smaller token

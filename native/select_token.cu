@@ -13,8 +13,9 @@
 //       compute the logits of tokens with a bias or a penalty; hide forbidden tokens
 //       choose as above, among 32-bit logits; count the token
 //     winning thread: write the row's next token, and that and the log entry of its slot; add 1
-//                     to its length. Rows without a request (length < 0) write nothing. If the maximum is
-//                     NaN or infinite, the log entry is NO_TOKEN; if no token is allowed, NONE_ALLOWED.
+//                     to its length. Rows without a request (length < 0) write nothing. If the
+//                     maximum is NaN or infinite, the log entry is NO_TOKEN; if no token is
+//                     allowed, NONE_ALLOWED.
 
 #include "adjusted_logits.cuh"
 
@@ -65,17 +66,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (length < 0) return;
   const int maximum = static_cast<int>(best >> 32) + kBelowAll;
   const bool finite = abs(maximum) < kInfinity;
+  const Sampling* const own = args.sampling == nullptr ? nullptr : args.sampling + slot;
+  const bool adjusts = own != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
   int token, logged;
-  const Sampling* const own = args.sampling + slot;
-  const bool adjusts =
-      args.sampling != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
-  if (args.sampling != nullptr && finite && (own->temperature > 0.0f || adjusts)) {
-    if (adjusts) {
-      logged = choose_adjusted(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem));
-    } else {
-      __shared__ SearchParts search;
-      logged = sample(ModelLogits{row}, maximum, logit_of(maximum), *own, length + 1, search);
-    }
+  if (finite && (adjusts || own != nullptr && own->temperature > 0.0f)) {
+    __shared__ SearchParts search;
+    const int position = length + 1;
+    uint32_t* const visible = reinterpret_cast<uint32_t*>(smem);
+    logged = adjusts ? choose_adjusted(row, *own, position, visible, search)
+                     : sample(ModelLogits{row}, maximum, logit_of(maximum), *own, position, search);
     if (threadIdx.x > 0) return;
     token = max(logged, 0);
   } else {
@@ -85,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   args.tokens[number] = token;
   if (args.newest != nullptr) args.newest[slot] = token;
-  // The next step gets a token of the vocabulary all the same, as it may have been launched already.
+  // The next step gets a token of the vocabulary all the same: it may have been launched already.
   args.log[static_cast<int64_t>(slot) * args.depth + length % args.depth] = logged;
   args.lengths[number] = length + 1;
 }
