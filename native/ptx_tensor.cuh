@@ -80,6 +80,25 @@ DEFINE_ARITHMETIC(sub, "bf16x2", __nv_bfloat16)
 DEFINE_ARITHMETIC(mul, "bf16x2", __nv_bfloat16)
 #undef DEFINE_ARITHMETIC
 
+// a b + c for pairs, rounded once.
+__device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c, __half) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+__device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c, __nv_bfloat16) {
+  uint32_t result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// Two adjacent e4m3 numbers as a pair of halves, exactly.
+__device__ __forceinline__ uint32_t halves_of_e4m3(uint16_t both) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(both));
+  return result;
+}
+
 // Element-wise maximum of two pairs of 16-bit floats. NaN if either is NaN, always the same NaN
 // without a sign.
 

@@ -59,6 +59,13 @@ __device__ __forceinline__ const uint8_t* opaque(const uint8_t* pointer) {
   return pointer;
 }
 
+// word & mask | bits in one instruction; the compiler makes two of it where both are constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+  return result;
+}
+
 // 2 to the power of `value`; subnormal results are zero.
 __device__ __forceinline__ float exp2(float value) {
   float power;

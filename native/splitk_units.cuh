@@ -1,6 +1,6 @@
 // The consumers of SplitK_GEMM for a W of 4 or 8 bits: all 8 warps multiply each group with mma.
 //
-//   each warpgroup has half of the group's pairs of row blocks, each of its four warps a quarter of K:
+//   each warpgroup has half of the group's row blocks, each of its four warps a quarter of K:
 //     for each stage: wait for it
 //       if it has a unit of the warp's quarter, which is every fourth one:
 //         for each pair of row blocks:
@@ -23,54 +23,85 @@ constexpr int kWarpPairs = kTileRowBlocks / 2;    // pairs of row blocks of a wa
 static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
 // A product waits for the one before it with the same sums: with one tile of X there are two sets.
 constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
+// With more rows of X, scaling the weights takes less than scaling sums, and no registers.
+constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES == 2;
+constexpr int kAtOnce = TILES == 1 ? 4 : 2;  // row blocks
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
 
-// acc += W X^T for a unit of two row blocks, and 128 columns of X from shared address `x` on.
-__device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, Sums& acc) {
+// acc += W X^T for a unit of each of `row_blocks` row blocks, and 128 columns of X from shared
+// address `x` on. Several pairs at once hide each other's latencies.
+template <int row_blocks>
+__device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, Sums* acc) {
+  constexpr int kPairs = (row_blocks + 1) / 2;
   const int lane = opaque_lane();
-  const uint8_t* const below = w + kUnitBytes;
   x += lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);  // as in gemm_multiply.cuh
-  float2 sums[kSets][2 * TILES];
-#pragma unroll
+  float2 sums[kPairs][kSets][2 * TILES];
+#pragma unroll 1  // takes fewer registers
   for (int atom = 0; atom < kUnitAtoms; atom++, x += kXAtomBytes) {
-    const RowScales top(w, atom, lane / 4), bottom(below, atom, lane / 4);
-    Codes above(w, atom, lane), under(below, atom, lane);
+    RowScales scales[row_blocks];
+    Codes codes[row_blocks];
+#pragma unroll
+    for (int i = 0; i < row_blocks; i++) {
+      scales[i].load(w + i * kUnitBytes, atom, lane / 4);
+      codes[i].load(w + i * kUnitBytes, atom, lane);
+    }
     uint32_t b[TILES][4];
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       const int number = GROUP > kAtomK ? 4 * atom + step : step, set = step % kSets;
+      const bool begins = !kScalesWeights && number * 16 % GROUP < kSets * 16;
+      const bool ends = !kScalesWeights && (number + 1) * 16 % GROUP == 0;
       if (step % 2 == 0) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
           ptx::ldmatrix_x4(b[tile], (x ^ 32 * step) + tile * 8 * 128);
       }
-      if (number * 16 % GROUP < kSets * 16) {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-          sums[set][i] = {0.0f, 0.0f};
+      for (int pair = 0; pair < kPairs; pair++) {
+        const int top = 2 * pair, bottom = top + 1;
+        uint32_t of_top[2], of_bottom[2] = {};
+        codes[top].expand(step, scales[top], of_top);
+        if (bottom < row_blocks) codes[bottom].expand(step, scales[bottom], of_bottom);
+#pragma unroll
+        for (int i = 0; i < 2 && kScalesWeights; i++) {
+          of_top[i] = scaled(of_top[i], scales[top], step);
+          if (bottom < row_blocks) of_bottom[i] = scaled(of_bottom[i], scales[bottom], step);
+        }
+        const uint32_t a[4] = {of_top[0], of_bottom[0], of_top[1], of_bottom[1]};
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+          float2* const of = (kScalesWeights ? acc[pair] : sums[pair][set]) + 2 * tile;
+          if (begins) of[0] = of[1] = {0.0f, 0.0f};
+          ptx::mma(of[0], of[1], a, b[tile][step % 2 * 2], b[tile][step % 2 * 2 + 1], Element());
+        }
       }
-      // Opaque: all pairs at once would take too many registers.
-      above.hold(), under.hold();
-      uint32_t a[2], c[2];
-      above.expand(step, top, a);
-      under.expand(step, bottom, c);
-      const uint32_t of_w[4] = {a[0], c[0], a[1], c[1]};
 #pragma unroll
-      for (int tile = 0; tile < TILES; tile++) {
-        ptx::mma(sums[set][2 * tile], sums[set][2 * tile + 1], of_w, b[tile][step % 2 * 2],
-                 b[tile][step % 2 * 2 + 1], Element());
-      }
-      if ((number + 1) * 16 % GROUP) continue;
-      const float scales[2] = {top.scale(step), bottom.scale(step)};
+      for (int i = 0; i < row_blocks && ends; i++) {
+        const float scale = scales[i].scale(step);
 #pragma unroll
-      for (int i = 0; i < 2 * TILES; i++) {
-        float2 sum = sums[0][i];
-        if (kSets == 2) sum.x += sums[kSets - 1][i].x, sum.y += sums[kSets - 1][i].y;
-        acc[i].x += scales[i % 2] * sum.x, acc[i].y += scales[i % 2] * sum.y;
+        for (int tile = 0; tile < TILES; tile++) {
+          const int number = 2 * tile + i % 2;
+          float2 sum = sums[i / 2][0][number];
+          if (kSets == 2) {
+            const float2 more = sums[i / 2][kSets - 1][number];
+            sum.x += more.x, sum.y += more.y;
+          }
+          acc[i / 2][number].x += scale * sum.x, acc[i / 2][number].y += scale * sum.y;
+        }
       }
     }
+  }
+}
+
+// The same for up to `most` row blocks, of which there are `count`.
+template <int most>
+__device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint32_t x, Sums* acc) {
+  if (count >= most) {
+    multiply<most>(w, x, acc);
+  } else if constexpr (most > 1) {
+    multiply_some<most - 1>(count, w, x, acc);
   }
 }
 
@@ -120,17 +151,24 @@ __device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
   stage.advance(ring.stages);
 }
 
+__device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
+  const int half = (row_blocks + 1) / 2;
+  first = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup * half;
+  count = min(half, row_blocks - first);
+}
+
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
                                         int tier_of_cta, int warp, const Moments& moments) {
-  const int warpgroup = warp / kShares, share = warp % kShares;
+  const int share = warp % kShares;
   const Tier& tier = args.tiers[tier_of_cta];
   const int units = args.k / kUnitCols, stage_units = tier.stage_atoms / kUnitAtoms;  // 1, 2 or 4
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
   for (; !at.done(); at.next_group()) {
-    const int row_blocks = at.row_blocks(), pairs = (row_blocks + 1) / 2, half = (pairs + 1) / 2;
-    const int first = warpgroup * half, count = min(half, pairs - first);
+    const int row_blocks = at.row_blocks();
+    int first, count;
+    divide(row_blocks, first, count);
 
     Sums sums[kWarpPairs] = {};
     int k = 0;  // the current stage's first unit
@@ -145,23 +183,26 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     for (int unit = share; unit < units; unit += kShares) {
       pass_until(unit & -stage_units);
       wait_for(ring, stage);
-      const uint32_t w = ring.smem_w(stage.stage) + ((unit - k) * row_blocks + 2 * first) * kUnitBytes;
+      const uint32_t w = ring.smem_w(stage.stage) + ((unit - k) * row_blocks + first) * kUnitBytes;
       const uint32_t x = ring.smem_x(stage.stage) + (unit - k) * kUnitAtoms * kXAtomBytes;
 #pragma unroll
-      for (int i = 0; i < kWarpPairs; i++) {
+      for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
         if (i < count)
-          multiply(smem + (w - ptx::smem_address(smem)) + 2 * i * kUnitBytes, x, sums[i]);
+          multiply_some<kAtOnce>(count - i, smem + (w - ptx::smem_address(smem)) + i * kUnitBytes, x,
+                                 sums + i / 2);
       }
       release(ring, stage);
       k += stage_units;
     }
     pass_until(units);
 
+    divide(ptx::opaque(row_blocks), first, count);
+    const int warpgroup = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
     // Stores the outputs of a pair. Its loads take about as long as the exchange of sums.
-    const int own = 2 * (first + share), row_block = at.first_row_block + at.row_block + own;
-    const Epilogue epilogue(args, row_block * kRowsPerBlock, share < count ? row_blocks - own : 0);
+    const int own = first + 2 * share, row_block = at.first_row_block + at.row_block + own;
+    const Epilogue epilogue(args, row_block * kRowsPerBlock, count - 2 * share);
     Accumulators acc;
-    reduce(sums, warpgroup, share, count, acc.tile[0]);
+    reduce(sums, warpgroup, share, (count + 1) / 2, acc.tile[0]);
     epilogue.store(acc, moments);
   }
 }

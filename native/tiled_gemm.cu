@@ -8,6 +8,7 @@
 //         if the tier has a congestion window: wait until fewer than `window` stages are in flight
 //         wait until the stage is empty in all CTAs that share it
 //         copy the tile's row blocks of W, multicast to the CTAs along X
+//         (W of 4 or 8 bits: into a ring of units, from which two warps expand it into the stage)
 //     X producer warp:
 //       wait for the predecessor kernel (PDL): it wrote X
 //       for the same stages: wait until empty; copy X by TMA, multicast to the CTAs along W
@@ -28,6 +29,7 @@
 #include "tiled_producer.cuh"
 #include "tiled_segments.cuh"
 #include "tiled_stream_k.cuh"
+#include "tiled_units.cuh"
 
 static_assert(WGMMA || TILES <= 8 && !WIDE, "with more, operands of mma would spill");
 
@@ -125,7 +127,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 
 extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     tiled_gemm(const __grid_constant__ TiledGemmArgs args) {
-  __shared__ uint64_t barriers[2 * kMaxStages + SegmentBarriers::kCount];
+  __shared__ uint64_t barriers[2 * kMaxStages + SegmentBarriers::kCount + 2 * kUnitStages];
   fetch_parameters(args);
   if (args.order != kBeforeLocal) ptx::launch_dependents();
 
@@ -140,6 +142,11 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   if (threadIdx.x == kTiledThreads - 1 && splits_k(args))
     segment_barriers.initialize(args.k_ctas, place.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
+#if CODE
+  const UnitRing units(args, args.tiers[place.tier], place, ring,
+                       barriers + 2 * kMaxStages + SegmentBarriers::kCount);
+  if (threadIdx.x == 0) units.initialize();
+#endif
   __syncthreads();
   // No CTA may arrive at another's barrier before that is initialised. CTAs that share stages do so
   // at once; those that split K only when they reduce, and wait for each other there.
@@ -158,10 +165,17 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     ptx::setmaxnreg_dec<kProducerRegisters>();
 #endif
     if (warp == kConsumerWarps) {
+#if CODE
+      copy_units(args, units, place);
+#else
       produce_w(args, ring, place, segment_barriers);
+#endif
     } else if (warp == kConsumerWarps + 1) {
       produce_x(args, ring, place, segment_barriers);
     } else {
+#if CODE
+      expand_units(args, ring, units, place, segment_barriers);
+#endif
       wait_for_input(args);
     }
     __syncwarp();

@@ -12,7 +12,11 @@ constexpr int kConsumerWarps = kConsumers / 32;
 constexpr bool kClusters = CLUSTERS;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = kHasUnits ? 56 : 40, kConsumerRegisters = kHasUnits ? 224 : 232;
+
+// Where W has units, two warps that would else be idle expand them.
+constexpr int kExpanders = kTiledThreads / 32 - kConsumerWarps - 2;
+constexpr int kUnitStages = kHasUnits ? TILED_UNIT_STAGES : 0;
 
 // How a tier's own clusters compute its row blocks. A cluster's tile consists of its CTAs' tiles.
 // A tier may hold several parts of the matrix, each packed by itself; tiles cross their borders.
@@ -28,6 +32,12 @@ struct TierTiles {
   int stages;            // at least 2, so that one can be freed while another is read
   int window;            // congestion window: stages of W in flight, of CTAs that share them
 };
+
+// Bytes of the ring of units of a CTA, a multiple of 1 KiB, to which the stages behind it are
+// aligned.
+__device__ __forceinline__ int ring_of_units(const TierTiles& tier) {
+  return (kUnitStages * tier.tile_row_blocks * kUnitBytes + 1023) / 1024 * 1024;
+}
 
 // What this launch waits for, and when the next one may start (programmatic dependent launch).
 enum Order : int {

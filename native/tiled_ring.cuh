@@ -3,9 +3,10 @@
 
 #include "tiled_staging.cuh"
 
-// Shared memory: blocks of outputs, then stages, each W [row blocks][8 rows][128 bytes] and X
-// [rows][128 bytes], 64 columns of both. CTAs that share W or X fill each other's stages by
-// multicast, so a stage is empty when the consumers of all of them have released it.
+// Shared memory: blocks of outputs, units of W if it has any (tiled_units.cuh), then stages, each W
+// [row blocks][8 rows][128 bytes] and X [rows][128 bytes], 64 columns of both. CTAs that share W or
+// X fill each other's stages by multicast, so a stage is empty when the consumers of all of them
+// have released it.
 struct Ring {
   Barriers full_barrier;   // [stages]: W and X have landed
   Barriers empty_barrier;  // [stages]: all consumer warps of all sharers have released it
@@ -18,7 +19,7 @@ struct Ring {
       : full_barrier{in_register(ptx::smem_address(barriers))},
         empty_barrier{full_barrier[kMaxStages]},
         smem_first(in_register(ptx::smem_address(smem)) +
-                   kConsumerWarps * args.output_blocks * kBlockBytes),
+                   kConsumerWarps * args.output_blocks * kBlockBytes + ring_of_units(tier)),
         stages(tier.stages),
         w_bytes(tier.tile_row_blocks * kAtomBytes),
         stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
@@ -29,7 +30,7 @@ struct Ring {
   __device__ __forceinline__ void initialize(int warp) const {
 #pragma unroll 1
     for (int i = warp; i < stages; i += kTiledThreads / 32) {
-      ptx::mbarrier_init(full_barrier[i], 2);
+      ptx::mbarrier_init(full_barrier[i], kHasUnits ? 1 + kExpanders * kArrivalsOfWarp : 2);
       ptx::mbarrier_init(empty_barrier[i],
                          kConsumerWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     }

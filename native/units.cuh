@@ -29,12 +29,14 @@ __device__ __forceinline__ uint32_t offset_of(uint32_t zero) {
 
 // Pair `number` of a word, of columns 8 * number + 2t and 8 * number + 2t + 1, without its scale.
 __device__ __forceinline__ uint32_t expanded(uint32_t word, int number, uint32_t offset) {
-  if (CODE == kInt4) return ptx::add((word >> 4 * number & 0x000f000f) | kMagic, offset, Element());
+  if (CODE == kInt4)
+    return ptx::add(ptx::and_or(word >> 4 * number, 0x000f000f, kMagic), offset, Element());
   if (CODE == kInt8) {
     const uint32_t bytes = word >> 8 * number;
-    if (!BFLOAT16) return ptx::add((bytes & 0x00ff00ff) | kMagic, offset, Element());
+    if (!BFLOAT16) return ptx::add(ptx::and_or(bytes, 0x00ff00ff, kMagic), offset, Element());
     // Seven bits, less 128 or 256 by the inverted eighth: the exponent's last bit.
-    const uint32_t low = (bytes & 0x007f007f) | kMagic, high = (~bytes & 0x00800080) | kMagic;
+    const uint32_t low = ptx::and_or(bytes, 0x007f007f, kMagic),
+                   high = ptx::and_or(~bytes, 0x00800080, kMagic);
     const uint32_t value = ptx::sub(low, high, Element());
     return ZEROS ? ptx::add(value, offset, Element()) : value;
   }
@@ -47,18 +49,12 @@ __device__ __forceinline__ uint32_t expanded(uint32_t word, int number, uint32_t
   }
   const uint32_t top = word << 8 - 8 * number;
   const uint32_t size = BFLOAT16 ? top >> 4 & 0x07f007f0 : top >> 1 & 0x3f803f80;
-  return ptx::mul((top & 0x80008000) | size, twice(BFLOAT16 ? 0x7b80 : 0x5c00), Element());
-}
-
-// Bits that are not zero if a word has a NaN of e4m3, the code 0x7F with either sign.
-__device__ __forceinline__ uint32_t nans_of(uint32_t word) {
-  return (word & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
-}
-
-// The pair, with NaN for each element of the word's pair `number` that is one.
-__device__ __forceinline__ uint32_t with_nans(uint32_t pair, uint32_t word, int number) {
-  const uint32_t top = nans_of(word) << 8 - 8 * number;
-  return pair | (top & 0x8000 ? 0x7fff : 0) | (top & 0x80000000 ? 0x7fff0000 : 0);
+  const uint32_t value =
+      ptx::mul((top & 0x80008000) | size, twice(BFLOAT16 ? 0x7b80 : 0x5c00), Element());
+  // Code 0x7F is NaN but has become 480; other numbers are at most 448. Times 1.125 * 2^119, or in
+  // float16 2^7, only 480 becomes infinite, and infinity times zero NaN.
+  const uint32_t large = ptx::mul(value, twice(BFLOAT16 ? 0x7b10 : 0x5880), Element());
+  return ptx::fma(large, 0, value, Element());
 }
 
 // Scales and zeros of a row of an atom. Steps are of 16 columns.
@@ -70,10 +66,10 @@ struct RowScales {
   uint32_t scales[kBytes > 4 ? kBytes / 4 : 1], zeros[(kGroups + 1) / 2];
   float factor;
 
-  __device__ __forceinline__ RowScales(const uint8_t* unit, int atom, int row) {
+  __device__ __forceinline__ void load(const uint8_t* unit, int atom, int row) {
     const int first = row * kUnitGroups + atom * ATOM_COLS / GROUP;
-    load<kBytes>(unit + kScalesAt + first * SCALE_BYTES, scales);
-    if (ZEROS) load<2 * kGroups>(unit + kZerosAt + first * 2, zeros);
+    words<kBytes>(unit + kScalesAt + first * SCALE_BYTES, scales);
+    if (ZEROS) words<2 * kGroups>(unit + kZerosAt + first * 2, zeros);
     if (SCALE_BYTES == 1) factor = reinterpret_cast<const float*>(unit + kFactorsAt)[row];
   }
 
@@ -82,10 +78,7 @@ struct RowScales {
     if (SCALE_BYTES == 4) return __uint_as_float(scales[group]);
     const uint32_t word = scales[group * SCALE_BYTES / 4] >> group * SCALE_BYTES % 4 * 8;
     if (SCALE_BYTES == 2) return unpacked(word).x;
-    // e4m3: as for elements, but of 32 bits.
-    const uint32_t size = word & 0x7f;
-    const float value = __uint_as_float((word & 0x80) << 24 | size << 20) * 0x1p120f;
-    return (size == 0x7f ? __uint_as_float(0x7fffffff) : value) * factor;
+    return __half2float(__ushort_as_half(ptx::halves_of_e4m3(word & 0xff) & 0xffff)) * factor;
   }
   // The scale twice, of 16 bits.
   __device__ __forceinline__ uint32_t scale_pair(int step) const {
@@ -101,7 +94,7 @@ struct RowScales {
 
  private:
   template <int bytes>
-  __device__ __forceinline__ static void load(const uint8_t* from, uint32_t* to) {
+  __device__ __forceinline__ static void words(const uint8_t* from, uint32_t* to) {
     if (bytes == 1) {
       to[0] = *from;
     } else if (bytes == 2) {
@@ -109,24 +102,32 @@ struct RowScales {
     } else if (bytes == 4) {
       to[0] = *reinterpret_cast<const uint32_t*>(from);
     } else if (bytes == 8) {
-      const uint2 words = *reinterpret_cast<const uint2*>(from);
-      to[0] = words.x, to[1] = words.y;
+      const uint2 two = *reinterpret_cast<const uint2*>(from);
+      to[0] = two.x, to[1] = two.y;
     } else {
 #pragma unroll
       for (int i = 0; i < bytes / 16; i++) {
-        const uint4 words = reinterpret_cast<const uint4*>(from)[i];
-        to[4 * i] = words.x, to[4 * i + 1] = words.y;
-        to[4 * i + 2] = words.z, to[4 * i + 3] = words.w;
+        const uint4 four = reinterpret_cast<const uint4*>(from)[i];
+        to[4 * i] = four.x, to[4 * i + 1] = four.y;
+        to[4 * i + 2] = four.z, to[4 * i + 3] = four.w;
       }
     }
   }
 };
 
+// A pair times its scale, rounded once.
+__device__ __forceinline__ uint32_t scaled(uint32_t pair, const RowScales& scales, int step) {
+  if (SCALE_BYTES == 2) return ptx::mul(pair, scales.scale_pair(step), Element());
+  const float2 values = unpacked(pair);
+  const float scale = scales.scale(step);
+  return packed(values.x * scale, values.y * scale);
+}
+
 // A lane's codes of an atom.
 struct Codes {
   uint32_t words[kAtomWords];
 
-  __device__ __forceinline__ Codes(const uint8_t* unit, int atom, int lane) {
+  __device__ __forceinline__ void load(const uint8_t* unit, int atom, int lane) {
     const uint8_t* const from = unit + atom * kCodesBytes + lane * 4 * kAtomWords;
     if (kAtomWords == 2) {
       const uint2 both = *reinterpret_cast<const uint2*>(from);
@@ -138,12 +139,6 @@ struct Codes {
     }
   }
 
-  // Lets the compiler compute what depends on the codes only behind this.
-  __device__ __forceinline__ void hold() {
-#pragma unroll
-    for (int i = 0; i < kAtomWords; i++)
-      words[i] = ptx::opaque(words[i]);
-  }
   // The pairs of step `step`, of columns 16 * step + 2t and + 1, and + 8 and + 9, without scales.
   __device__ __forceinline__ void expand(int step, const RowScales& scales,
                                          uint32_t (&pairs)[2]) const {
@@ -152,11 +147,6 @@ struct Codes {
 #pragma unroll
     for (int i = 0; i < 2; i++)
       pairs[i] = expanded(word, first + i, offset);
-    if (CODE == kE4m3 && nans_of(word)) {
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        pairs[i] = with_nans(pairs[i], word, i);
-    }
   }
 };
 
@@ -165,8 +155,10 @@ struct Pairs {
   uint32_t of[kAtomChunks];
 
   __device__ __forceinline__ Pairs(const uint8_t* unit, int atom, int lane) {
-    const RowScales scales(unit, atom, lane / 4);
-    const Codes codes(unit, atom, lane);
+    RowScales scales;
+    Codes codes;
+    scales.load(unit, atom, lane / 4);
+    codes.load(unit, atom, lane);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       uint32_t both[2];
@@ -175,15 +167,6 @@ struct Pairs {
       for (int i = 0; i < 2; i++)
         of[2 * step + i] = scaled(both[i], scales, step);
     }
-  }
-
-  // Rounds once.
-  __device__ __forceinline__ static uint32_t scaled(uint32_t pair, const RowScales& scales,
-                                                    int step) {
-    if (SCALE_BYTES == 2) return ptx::mul(pair, scales.scale_pair(step), Element());
-    const float2 values = unpacked(pair);
-    const float scale = scales.scale(step);
-    return packed(values.x * scale, values.y * scale);
   }
 
   // Stores a warp's pairs as an atom of 16-bit elements at a shared address.
@@ -202,7 +185,8 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
   const int atom = number / kAtomChunks, chunk = number % kAtomChunks;
   const auto* const words =
       reinterpret_cast<const uint32_t*>(unit + atom * kCodesBytes) + row * 4 * kAtomWords;
-  const RowScales scales(unit, atom, row);
+  RowScales scales;
+  scales.load(unit, atom, row);
   uint32_t pairs[4];
 #pragma unroll
   for (int t = 0; t < 4; t++) {
@@ -212,9 +196,8 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
 #pragma unroll
     for (int i = 0; i < kAtomChunks; i++) {
       if (i != chunk) continue;
-      uint32_t pair = expanded(word, i % kWordPairs, scales.offset(i / 2));
-      if (CODE == kE4m3) pair = with_nans(pair, word, i % kWordPairs);
-      pairs[t] = Pairs::scaled(pair, scales, i / 2);
+      const uint32_t pair = expanded(word, i % kWordPairs, scales.offset(i / 2));
+      pairs[t] = scaled(pair, scales, i / 2);
     }
   }
   return {pairs[0], pairs[1], pairs[2], pairs[3]};

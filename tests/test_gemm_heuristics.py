@@ -26,6 +26,7 @@ from dakrun.launches import (
     gemm_config,
     half_columns,
     split_row_blocks,
+    splitk_rows,
     tiles_for,
 )
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
@@ -110,6 +111,7 @@ def test_even_groups_give_the_busiest_no_more(
 def test_shared_memory_suffices(deal: Deal, n: int, even_waves: bool, atom_bytes: int) -> None:
     """For atoms of W of 16 bits, and those of smaller formats; X has 16 bits."""
     row_blocks, tiers, sms = deal
+    n = min(n, splitk_rows(atom_bytes))
     splits = split_row_blocks(
         row_blocks, tiers, card=hopper(sms, even_waves=even_waves), atom_bytes=atom_bytes
     )

@@ -188,7 +188,7 @@ class RemotePart:
                 rest = local(others + count, shape.ctas)
                 found = self._tiles(shape, tier, count)
                 products, link = self._cycles(shape, tier, found)
-                window_is_full = found.window < self._stages(shape)
+                window_is_full = found.window < shape.copies(self._stages(shape))
                 return products <= max(rest, link) and (link <= rest or window_is_full)
 
             counts = range(1, max(1, limit))
@@ -209,7 +209,7 @@ class RemotePart:
         count = shape.tile_count(self.n, self.row_blocks[tier], shape.row_blocks)
         window = self.tiers[tier].window_bytes
         if window is not None:
-            count = min(count, window // (shape.atom_bytes * shape.row_blocks * shape.k_ctas))
+            count = min(count, window // (shape.copy_bytes * shape.row_blocks * shape.k_ctas))
         return count
 
     def _tiles(self, shape: Shape, tier: int, clusters: int) -> TierTiles:
@@ -240,9 +240,11 @@ class RemotePart:
         if self.tiers[tier].window_bytes is None:
             return products, 0.0
         cycles: float = LINK_CYCLES
-        if tiles.window == self._stages(shape):  # a stage is filled again after its products
+        copies = shape.copies(self._stages(shape))
+        if tiles.window == copies:  # a stage is filled again after its products
             cycles += products / (ceil_div(self.atoms, shape.k_ctas) * max(1.0, waves))
-        in_flight = tiles.clusters * shape.k_ctas * tiles.window * size
+        in_flight = tiles.clusters * shape.k_ctas * tiles.window * size  # row blocks of a copy
+        in_flight *= shape.copy_bytes // shape.atom_bytes
         return products, cycles * self.atoms * row_blocks * ceil_div(n, shape.rows) / in_flight
 
     def _key(self, launch: Launch, local: Local | None) -> tuple[float, ...]:
@@ -328,10 +330,10 @@ def _tier_tiles(
     """
     stream_k = stream_k and _can_stream_k(n, row_blocks, shape, clusters, size)
     clusters = min(clusters, shape.tile_count(n, row_blocks, size))
-    window = stages
+    window = shape.copies(stages)
     if access.window_bytes is not None:
         rings = clusters * shape.w_ctas * shape.k_ctas
-        window = max(1, min(stages, access.window_bytes // (shape.atom_bytes * size * rings)))
+        window = max(1, min(window, access.window_bytes // (shape.copy_bytes * size * rings)))
     # Blocks of tiles along X with which a wave reads the fewest rows of W and X.
     x_tiles, w_rows = ceil_div(n, shape.rows), ROWS_PER_BLOCK * size * shape.w_ctas
     best = max(1, min(x_tiles, round(math.sqrt(clusters * w_rows / shape.rows))))

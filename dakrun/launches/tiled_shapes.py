@@ -15,15 +15,18 @@ from dakrun.geometry import (
     TILED_MIN_OUTPUT_BLOCKS,
     TILED_PASS_TILES,
     TILED_PORTABLE_X_TILES,
+    TILED_UNIT_STAGES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
     WARPGROUPS,
+    unit_atoms,
 )
 from dakrun.hardware import Card
 from dakrun.units import ceil_div
 
 GROUP_WARPS = 4  # of a warpgroup
 MAX_OUTPUT_BLOCKS = 8  # of a warp
+X_ALIGN = 1024  # bytes: X's swizzle
 # Shared memory of a CTA for one output block of each of its warps.
 OUTPUT_BLOCK_BYTES = (
     WARPGROUPS * TILED_PASS_TILES * ROWS_PER_BLOCK * TILE_ROW_BLOCKS * ROWS_PER_BLOCK * 2
@@ -36,6 +39,7 @@ ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
 STAGE_CYCLES = 360  # the whole stage, at least: its issue
 LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
+EXPAND_CYCLES = 32  # expanding an 8 x 64 tile of a W of fewer bits, by two warps
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
@@ -148,13 +152,33 @@ class Shape:
         return sizes[bisect.bisect_left(sizes, -fewest, key=lambda size: -waves(size))]
 
     def stage_bytes(self, row_blocks: int) -> int:
-        """Bytes of a stage: 64 columns of `row_blocks` of W, and of X."""
-        return self.atom_bytes * row_blocks + ATOM_BYTES * self.cta_x_tiles
+        """Bytes of a stage: 64 columns of `row_blocks` of W, and of X, of 16 bits."""
+        return ATOM_BYTES * (row_blocks + self.cta_x_tiles)
+
+    def units_bytes(self, row_blocks: int) -> int:
+        """Bytes of the ring of units, from which a W of fewer bits is expanded into stages."""
+        if not self.has_units:
+            return 0
+        return X_ALIGN * ceil_div(TILED_UNIT_STAGES * self.copy_bytes * row_blocks, X_ALIGN)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether W has fewer than 16 bits."""
+        return unit_atoms(self.atom_bytes) > 1
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a row block of W in one copy: an atom, or a unit."""
+        return self.atom_bytes * unit_atoms(self.atom_bytes)
+
+    def copies(self, stages: int) -> int:
+        """Copies of W that a ring with `stages` holds: its stages, or those of the ring of units."""
+        return TILED_UNIT_STAGES if self.has_units else stages
 
     def overread_bytes(self, row_blocks: int) -> int:
         """Bytes that a warpgroup, which multiplies whole groups, reads behind the last stage."""
         whole = ceil_div(row_blocks, self.group_row_blocks) * self.group_row_blocks
-        return max(0, self.atom_bytes * (whole - row_blocks) - ATOM_BYTES * self.cta_x_tiles)
+        return max(0, ATOM_BYTES * (whole - row_blocks - self.cta_x_tiles))
 
     @property
     def segments_bytes(self) -> int:
@@ -167,12 +191,13 @@ class Shape:
         return (
             self.ctas <= card.max_cluster
             and self.stages(card, self.row_blocks) >= 2
-            and self.segments_bytes <= _ring_room(card)
+            and self.segments_bytes + self.units_bytes(self.row_blocks) <= _ring_room(card)
         )
 
     def stages(self, card: Card, *row_blocks: int) -> int:
         """Stages that fit, for tiers whose tiles have `row_blocks` of W."""
         room = _ring_room(card) - self.overread_bytes(min(row_blocks))
+        room -= self.units_bytes(max(row_blocks))
         return min(TILED_MAX_STAGES, room // self.stage_bytes(max(row_blocks)))
 
 
@@ -236,7 +261,13 @@ class Launch:
     def _ring_bytes(self) -> int:
         sizes = [tier.tile_row_blocks for tier in self.tiers if tier.clusters] or [1]
         stages = self.stages * self.shape.stage_bytes(max(sizes))
-        return max(stages + self.shape.overread_bytes(min(sizes)), self.shape.segments_bytes)
+        room = max(stages + self.shape.overread_bytes(min(sizes)), self.shape.segments_bytes)
+        return room + self.shape.units_bytes(max(sizes))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of W that whole tiles of a CTA can have in flight."""
+        return self.shape.copies(self.stages) * self.shape.copy_bytes * self.shape.row_blocks
 
     @property
     def stream_k_ctas(self) -> int:
@@ -289,7 +320,10 @@ def tiles_cycles(
     x_reads = 1 if card.has_wgmma else GROUP_WARPS
     shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + x_reads * shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
-    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
+    expands = EXPAND_CYCLES * tile_row_blocks if shape.has_units else 0
+    stage = max(
+        STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands, expands
+    )
     w, x = shape.atom_bytes * W_READ_WEIGHT * tile_row_blocks, ATOM_BYTES * x_tiles / shape.w_ctas
     reads = (w + x) / L2_BYTES
     fraction = WIDE_READ_FRACTION if shape.wide else READ_FRACTION

@@ -58,7 +58,7 @@ def _part_times(
         min(rows, TILED_MAX_ROWS), op.units, op.shape[1], link.window_bytes, card, op.atom_bytes
     )
     # CTAs of a cluster along X load the stages of one ring in turn.
-    held = sms * op.atom_bytes * launch.stages * launch.shape.row_blocks / launch.shape.x_ctas
+    held = sms * launch.held_bytes / launch.shape.x_ctas
     rate = link.direct_bytes_per_s * min(1.0, held / bytes_in_flight(link, profile))
     reads = (
         ceil_div(rows, launch.shape.rows) if rows <= card.tiled_rows and not card.clusters else 1

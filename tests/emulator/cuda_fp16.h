@@ -64,6 +64,10 @@ inline float __half2float(__half half) {
   return values_of_half[half.bits];
 }
 
+inline __half __ushort_as_half(uint16_t bits) {
+  return {bits};
+}
+
 inline __half __float2half_rn(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   if (std::isnan(value)) return {0x7fff};

@@ -36,6 +36,10 @@ Word opaque(Word value) {
   return value;
 }
 
+inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  return (word & mask) | bits;
+}
+
 inline uint4 load_chunk(uint32_t address) {
   uint4 words;
   std::memcpy(&words, emulator::at(address, sizeof words), sizeof words);

@@ -158,6 +158,29 @@ uint32_t mul(uint32_t a, uint32_t b, Element of) {
 }
 
 template <class Element>
+uint32_t fma(uint32_t a, uint32_t b, uint32_t c, Element of) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto part = [=](uint32_t word) { return to_float(static_cast<uint16_t>(word >> shift), of); };
+    result |= static_cast<uint32_t>(to_bits(std::fma(part(a), part(b), part(c)), of)) << shift;
+  }
+  return result;
+}
+
+inline uint32_t halves_of_e4m3(uint16_t both) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 16; shift += 8) {
+    const int size = both >> shift & 0x7f, exponent = size >> 3, fraction = size & 7;
+    float value = std::ldexp(static_cast<float>(exponent ? fraction | 8 : fraction),
+                             std::max(exponent, 1) - 10);
+    if (size == 0x7f) value = NAN;
+    if (both >> shift & 0x80) value = -value;
+    result |= static_cast<uint32_t>(__float2half_rn(value).bits) << 2 * shift;
+  }
+  return result;
+}
+
+template <class Element>
 uint32_t max_nan(uint32_t a, uint32_t b, Element of) {
   uint32_t larger = 0;
   for (int shift = 0; shift < 32; shift += 16) {
