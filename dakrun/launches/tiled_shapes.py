@@ -172,7 +172,7 @@ class Shape:
         return self.atom_bytes * unit_atoms(self.atom_bytes)
 
     def copies(self, stages: int) -> int:
-        """Copies of W that a ring with `stages` holds: its stages, or those of the ring of units."""
+        """Copies of W in flight, at most: the ring's `stages`, or those of the ring of units."""
         return TILED_UNIT_STAGES if self.has_units else stages
 
     def overread_bytes(self, row_blocks: int) -> int:
