@@ -41,6 +41,7 @@ TILED_MAX_ROWS = 4096  # rows of X in one launch
 TILED_X_TILES = (8, 16, 24, 32)  # kernel variants by tiles of 8 rows of X per warpgroup
 TILED_PORTABLE_X_TILES = (8,)  # variants for GPUs without wgmma
 TILED_WIDE_TILES = (12, 24, 28)  # variants of 64 rows of X by this many tiles of 8 rows of W
+TILED_UNITS_WIDE_TILES = (12,)  # of these, the ones that leave registers where W has units
 TILED_MAX_STAGES = 13
 TILED_UNIT_STAGES = 3  # of the ring from which units of W are expanded
 TILED_THREADS = 128 * (WARPGROUPS + 1)  # per CTA: warpgroups that multiply, one that copies

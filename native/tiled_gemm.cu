@@ -143,9 +143,8 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
     segment_barriers.initialize(args.k_ctas, place.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
 #if CODE
-  const UnitRing units(args, args.tiers[place.tier], place, ring,
-                       barriers + 2 * kMaxStages + SegmentBarriers::kCount);
-  if (threadIdx.x == 0) units.initialize();
+  uint64_t* const unit_barriers = barriers + 2 * kMaxStages + SegmentBarriers::kCount;
+  if (warp == kConsumerWarps) UnitRing(args, place, ring, unit_barriers).initialize();
 #endif
   __syncthreads();
   // No CTA may arrive at another's barrier before that is initialised. CTAs that share stages do so
@@ -166,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #endif
     if (warp == kConsumerWarps) {
 #if CODE
-      copy_units(args, units, place);
+      copy_units(args, UnitRing(args, place, ring, unit_barriers), place);
 #else
       produce_w(args, ring, place, segment_barriers);
 #endif
@@ -174,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
       produce_x(args, ring, place, segment_barriers);
     } else {
 #if CODE
-      expand_units(args, ring, units, place, segment_barriers);
+      expand_units(args, ring, UnitRing(args, place, ring, unit_barriers), place, segment_barriers);
 #endif
       wait_for_input(args);
     }

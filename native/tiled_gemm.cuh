@@ -12,7 +12,7 @@ constexpr int kConsumerWarps = kConsumers / 32;
 constexpr bool kClusters = CLUSTERS;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers.
-constexpr int kProducerRegisters = kHasUnits ? 56 : 40, kConsumerRegisters = kHasUnits ? 224 : 232;
+constexpr int kProducerRegisters = kHasUnits ? 48 : 40, kConsumerRegisters = 232;
 
 // Where W has units, two warps that would else be idle expand them.
 constexpr int kExpanders = kTiledThreads / 32 - kConsumerWarps - 2;

@@ -20,17 +20,18 @@ struct UnitRing {
   int stage_bytes;
   int sharers, first_sharer;
 
-  __device__ __forceinline__ UnitRing(const TiledGemmArgs& args, const TierTiles& tier,
-                                      const Place& place, const Ring& ring, uint64_t* barriers)
+  __device__ __forceinline__ UnitRing(const TiledGemmArgs& args, const Place& place,
+                                      const Ring& ring, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         empty_barrier{full_barrier[kUnitStages]},
-        offset(ring.smem_first - ring_of_units(tier) - ptx::smem_address(smem)),
-        stage_bytes(tier.tile_row_blocks * kUnitBytes),
+        offset(ring.smem_first - ring_of_units(args.tiers[place.tier]) - ptx::smem_address(smem)),
+        stage_bytes(args.tiers[place.tier].tile_row_blocks * kUnitBytes),
         sharers(args.x_ctas > 1 ? place.sharers : 1),
         first_sharer(place.first_sharer) {}
 
-  // By one thread.
+  // By a warp, of which one lane writes.
   __device__ __forceinline__ void initialize() const {
+    if (threadIdx.x % 32) return;
     for (int i = 0; i < kUnitStages; i++) {
       ptx::mbarrier_init(full_barrier[i], 1);
       ptx::mbarrier_init(empty_barrier[i], kExpanders * (sharers > 1 ? sharers : kArrivalsOfWarp));

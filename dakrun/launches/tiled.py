@@ -11,7 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dakrun.geometry import ATOM_BYTES, ATOM_COLS, ROWS_PER_BLOCK, TILED_MAX_ROWS, WARPGROUPS
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ATOM_COLS,
+    ROWS_PER_BLOCK,
+    TILED_MAX_ROWS,
+    WARPGROUPS,
+    unit_atoms,
+)
 from dakrun.hardware import Card
 from dakrun.launches.tiers import TierAccess
 from dakrun.launches.tiled_shapes import (
@@ -89,7 +96,8 @@ def shapes(
     """Shapes for tiers on all SMs; with `segments` only those with as many segments of K."""
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
     plain = itertools.product(x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1), sharing)
-    wide = itertools.product(wide_tiles(wgmma=card.has_wgmma), sharing)
+    units = unit_atoms(atom_bytes) > 1
+    wide = itertools.product(wide_tiles(wgmma=card.has_wgmma, units=units), sharing)
     every = itertools.chain(
         (Shape(tiles, groups, w_ctas, 1, k_ctas) for tiles, groups, (w_ctas, k_ctas) in plain),
         (Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True) for tiles, (w_ctas, k_ctas) in wide),

@@ -16,6 +16,7 @@ from dakrun.geometry import (
     TILED_PASS_TILES,
     TILED_PORTABLE_X_TILES,
     TILED_UNIT_STAGES,
+    TILED_UNITS_WIDE_TILES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
     WARPGROUPS,
@@ -63,9 +64,11 @@ def x_tiles(*, wgmma: bool) -> tuple[int, ...]:
     return TILED_X_TILES if wgmma else TILED_PORTABLE_X_TILES
 
 
-def wide_tiles(*, wgmma: bool) -> tuple[int, ...]:
-    """Variants for wide shapes, by tiles of 8 rows of W of a warpgroup."""
-    return TILED_WIDE_TILES if wgmma else ()
+def wide_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
+    """Variants for wide shapes, by tiles of 8 rows of W of a warpgroup; `units`: W has units."""
+    if not wgmma:
+        return ()
+    return TILED_UNITS_WIDE_TILES if units else TILED_WIDE_TILES
 
 
 def beside(card: Card, clusters: int, ctas: int) -> Card:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dakrun.config import Activation
+from dakrun.formats import PACKED16, WeightFormat
 from dakrun.geometry import (
     MAX_TIERS,
     ROWS_PER_BLOCK,
@@ -17,6 +18,7 @@ from dakrun.geometry import (
     TILED_THREADS,
     TILED_X_TILES,
     WARPGROUPS,
+    unit_atoms,
 )
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, check_product
@@ -226,8 +228,14 @@ def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, 
     return {**operands.defines(dtype), "TILES": tiles, "WIDE": int(wide)}
 
 
-def all_defines(dtype: torch.dtype, *, wgmma: bool) -> list[dict[str, int]]:
+def all_defines(
+    dtype: torch.dtype, *, wgmma: bool, format: WeightFormat = PACKED16
+) -> list[dict[str, int]]:
     """Macros of all kernel variants, with wgmma or without, the longest to compile first."""
+    units = unit_atoms(format.atom_bytes) > 1
     plain = ((tiles, False) for tiles in x_tiles(wgmma=wgmma))
-    sizes = sorted([*plain, *((tiles, True) for tiles in wide_tiles(wgmma=wgmma))], reverse=True)
-    return [defines(dtype, tiles, wide=wide) for tiles, wide in sizes]
+    wide = ((tiles, True) for tiles in wide_tiles(wgmma=wgmma, units=units))
+    return [
+        {**defines(dtype, tiles, wide=is_wide), **format.macros}
+        for tiles, is_wide in sorted([*plain, *wide], reverse=True)
+    ]
