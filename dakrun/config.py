@@ -16,7 +16,7 @@ from dakrun.errors import (
     invalid_value,
     refuse_unsupported,
 )
-from dakrun.formats import KVLayout, Rows, WeightFormat
+from dakrun.formats import KVLayout, Quantization, Rows, WeightFormat
 from dakrun.grammars import StructuredOutputsParams
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -173,7 +173,8 @@ class ModelConfig:
     (`pre_norm` is False). `attention_bias` is that of queries, keys and values, `o_bias` that of
     attention's output. `max_positions` are those that the model can attend to as it is run here;
     `limited_by` says what limits them, if that is not the table of positions. `dtype` is that of
-    weights, KV cache and activations. RoPE rotates the first `rotary_factor` of each head.
+    weights, KV cache and activations; `quantization` says which weights have fewer bits. RoPE
+    rotates the first `rotary_factor` of each head.
     `head_norms` says whether query and key heads are normalized, in a family whose models differ
     in it. A checkpoint has `extra_layers` behind the last layer, which are left out.
     """
@@ -206,6 +207,7 @@ class ModelConfig:
     head_norms: bool = False
     extra_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads")
@@ -262,7 +264,7 @@ class ModelConfig:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """How a checkpoint in `dtype` stores matrices."""
+        """How a checkpoint in `dtype` stores matrices that are not quantized."""
         return Rows(DTYPE_BYTES[self.dtype])
 
     @property

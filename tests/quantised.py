@@ -4,12 +4,16 @@ Each writer takes a linear layer's weight and returns its tensors by suffix and 
 stand for, in float32: the product of a code and its scale.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -236,3 +240,41 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
          "group_size": 16},
     ),
 }  # fmt: skip
+
+
+CONFIG = {
+    "vocab_size": 331, "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
+    "initializer_range": 0.08, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def save(
+    directory: Path,
+    settings: Mapping[str, Any],
+    write: Callable[[torch.Tensor], Written],
+    *,
+    plain: Sequence[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
+) -> PreTrainedModel:
+    """Write a tiny Llama whose linear layers are quantised, but those whose names have a `plain`.
+
+    Returns transformers' model of the weights that are stored, in float32.
+    """
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), dtype=dtype).eval()
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    model = model.float()
+    for name in list(tensors):
+        module = name.removesuffix(".weight")
+        if not module.endswith(KINDS) or any(part in module for part in plain):
+            continue
+        written, dense = write(tensors.pop(name))
+        tensors |= {f"{module}.{suffix}": each.contiguous() for suffix, each in written.items()}
+        model.get_submodule(module).weight.data = dense
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return model

@@ -169,7 +169,7 @@ def test_new_dtype_key_wins() -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({**LLAMA, "quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
          "MixtralForCausalLM"),
         ({**LLAMA, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},

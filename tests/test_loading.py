@@ -84,7 +84,7 @@ def tensors_of(name: str, *dtypes: torch.dtype) -> dict[str, torch.Tensor]:
     model, found = decoder_of(CONFIGS[name]), {}
     turns = itertools.cycle(dtypes)
     for operand in (*model.matrices(), *model.vectors()):
-        for source, shape in operand.sources:
+        for source, shape, *_ in operand.sources:
             values = torch.randn(shape, generator=generator) / 8
             if len(shape) == 1 and source.endswith("weight"):
                 values += 1
@@ -127,7 +127,7 @@ def save(name: str, directory: Path, *dtypes: torch.dtype) -> dict[str, torch.Te
 
 
 def stacked(operand: Operand, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    parts = [tensors[source] for source, _ in operand.sources]
+    parts = [tensors[source] for source, *_ in operand.sources]
     if operand.interleaved:
         out = parts[0].new_empty(2 * len(parts[0]), *parts[0].shape[1:])
         out[0::2], out[1::2] = parts
@@ -303,7 +303,7 @@ def test_streams_are_in_order_and_let_go_of_memory(directory: Path) -> None:
     with Checkpoint(directory) as source:
         asked = list(requests())
         for request, tensors in zip(asked, source.stream(asked, CPU), strict=True):
-            for (_, rows), tensor in zip(request, tensors, strict=True):
+            for (_, rows), (tensor,) in zip(request, tensors, strict=True):
                 assert torch.equal(tensor.view(torch.int32), values[rows].view(torch.int32))
         stream = source.stream(asked, CPU)
         next(stream)

@@ -268,7 +268,7 @@ CONFIGS = {
         model_type="mamba", architectures=["MambaForCausalLM"],
     ),
     "quantized": config(
-        "gptq", "float16", CANNOT_RUN, quantization_config={"quant_method": "gptq"}
+        "hqq", "AWQ, GPTQ", CANNOT_RUN, quantization_config={"quant_method": "hqq"}
     ),
     "no vocabulary": config("has no 'vocab_size'", vocab_size="absent"),
     "negative vocabulary": config("vocab_size is -64", vocab_size=-64),

@@ -1,13 +1,15 @@
-"""How weights and the KV cache are stored: a file for each weight format, and kv.py.
+"""How weights and the KV cache are stored: README.md has the files.
 
-weight_format.py has the interface of a weight format; split.py has the order of packed row blocks.
 Importing this folder imports no torch: functions that read or write elements import it.
 """
 
+from dakrun.formats.device_layout import Quantised
 from dakrun.formats.kv import KVLayout
 from dakrun.formats.packed16 import PACKED16, Packed16
+from dakrun.formats.quantization import Quantization
 from dakrun.formats.rows import Rows
 from dakrun.formats.split import Split, stretches
+from dakrun.formats.stored import Malformed, Stored
 from dakrun.formats.weight_format import Array, WeightFormat
 
 # The formats that kernels read. Kernels are compiled for each format.
@@ -18,9 +20,13 @@ __all__ = [
     "PACKED16",
     "Array",
     "KVLayout",
+    "Malformed",
     "Packed16",
+    "Quantised",
+    "Quantization",
     "Rows",
     "Split",
+    "Stored",
     "WeightFormat",
     "stretches",
 ]

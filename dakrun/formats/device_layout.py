@@ -134,6 +134,8 @@ class Quantised(WeightFormat):
         import torch
 
         units = ceil_div(cols, UNIT_COLS)
+        if not split.row_blocks:
+            return arrays[0].new_empty((0, cols), dtype=dtype)
         like = arrays[0].new_empty((units, 0, self.unit_bytes))
         codes, scales, zeros, factors = self.unpacked(load_atoms(arrays[0], split, like, UNIT_COLS))
         if self.scale_bytes == 1:

@@ -15,8 +15,9 @@ from dakrun.units import ceil_div
 if TYPE_CHECKING:
     import torch
 
-SCALES = ("F16", "BF16", "F32")  # dtypes of scales, by safetensors' names
-_SHORT = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+# Dtypes of scales by safetensors' names.
+SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+SCALES = tuple(SCALE_DTYPES)
 
 
 @dataclass(frozen=True)

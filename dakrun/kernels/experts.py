@@ -3,15 +3,14 @@
 Knows matrices that stack those of all experts, [E M, K], whose row blocks lie in any tiers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from dakrun.config import Routing
-from dakrun.formats import Split
 from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.memory.matrix import MatrixPart, TieredMatrix
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
 
@@ -108,14 +107,6 @@ def _matrix(weight: TieredMatrix, start: int, stop: int, device: torch.device) -
         first, last = max(start, rows.start) - rows.start, min(stop, rows.stop) - rows.start
         if first < last:
             top, end = first // ROWS_PER_BLOCK, ceil_div(last, ROWS_PER_BLOCK)
-            read = weight.read(_row_blocks(weight, part, top, end), device)
+            read = weight.read(part.row_blocks(weight.shape[1], top, end), device)
             found.append(read[first - ROWS_PER_BLOCK * top :][: last - first])
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _row_blocks(weight: TieredMatrix, part: MatrixPart, first: int, last: int) -> MatrixPart:
-    """Row blocks `first` to `last` - 1 of a part, as views."""
-    assert part.split.wave == 1, "row blocks follow each other"
-    arrays = zip(part.format.arrays(weight.shape[1]), part.arrays, strict=True)
-    some = (data[of.row_block_bytes * first : of.row_block_bytes * last] for of, data in arrays)
-    return replace(part, split=Split(last - first), arrays=tuple(some))

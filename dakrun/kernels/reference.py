@@ -3,7 +3,7 @@
 Every row is computed from the tier that holds it, so a misplaced row block gives a wrong result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from dakrun.memory.matrix import TieredMatrix
 # weights^T, up to twice as fast. With fewer rows the latter is mostly faster, up to 5 times where
 # weights are small, and with types of 16 bits 3 to 10 times.
 WEIGHT_FIRST_ROWS = 16
+PIECE_ELEMENTS = 1 << 20  # of a quantised weight that are expanded at a time
 
 
 def linear(x: torch.Tensor, weight: TieredMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,24 +32,16 @@ def linear(x: torch.Tensor, weight: TieredMatrix, bias: torch.Tensor | None = No
     if x.dtype == torch.float32 and x.shape[0] >= WEIGHT_FIRST_ROWS:
         xt = x.t().contiguous()
         transposed = x.new_empty(rows, x.shape[0])
-        for some, matrix in _rows(weight, x.device):
+        for some, matrix in weight.dense_rows(PIECE_ELEMENTS, x.device):
             torch.mm(matrix, xt, out=transposed[some])
         out = transposed.t().contiguous()
     else:
         out = x.new_empty(x.shape[0], rows)
-        for some, matrix in _rows(weight, x.device):
+        for some, matrix in weight.dense_rows(PIECE_ELEMENTS, x.device):
             out[:, some] = torch.mm(x, matrix.t())
     if bias is not None:
         out += bias
     return out
-
-
-def _rows(weight: TieredMatrix, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The rows of each part of a weight, and these rows [R, K] on `device`."""
-    for part, rows in weight.rows:
-        if part.split.row_blocks:
-            matrix, count = weight.read(part, device), rows.stop - rows.start
-            yield rows, matrix if len(matrix) == count else matrix[:count]
 
 
 def gather_rows(table: TieredMatrix, ids: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ Knows row blocks, formats and tiers; neither what the rows mean nor how they are
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,17 @@ class MatrixPart:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
+
+    def row_blocks(self, cols: int, first: int, last: int) -> "MatrixPart":
+        """Row blocks `first` to `last` - 1, which follow each other, as views.
+
+        The matrix has `cols` columns.
+        """
+        assert self.split.wave == 1, "row blocks follow each other"
+        arrays = zip(self.format.arrays(cols), self.arrays, strict=True)
+        some = (data[of.row_block_bytes * first : of.row_block_bytes * last] for of, data in arrays)
+        split = replace(self.split, row_blocks=last - first)
+        return replace(self, split=split, arrays=tuple(some))
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,27 @@ class TieredMatrix:
         """The rows [R, K] of a part, with padding rows, on `device`, by default where it lies."""
         arrays = [array if device is None else array.to(device) for array in part.arrays]
         return part.format.read(arrays, part.split, self.shape[1], self.dtype)
+
+    def dense_rows(
+        self, elements: int, device: torch.device
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """All rows on `device`, part by part: rows of the matrix, and their elements [R, K].
+
+        Up to `elements` come together from a packed part whose row blocks follow each other.
+        """
+        limit = max(1, elements // (ROWS_PER_BLOCK * self.shape[1]))
+        for part, rows in self.rows:
+            count = part.split.row_blocks
+            if not part.format.for_kernels or part.split.wave > 1 or count <= limit:
+                if count:
+                    yield rows, self.read(part, device)[: rows.stop - rows.start]
+                continue
+            for first in range(0, count, limit):
+                last = min(first + limit, count)
+                some = self.read(part.row_blocks(self.shape[1], first, last), device)
+                top = rows.start + ROWS_PER_BLOCK * first
+                found = slice(top, min(top + len(some), rows.stop))
+                yield found, some[: found.stop - top]
 
     @property
     def for_kernels(self) -> bool:

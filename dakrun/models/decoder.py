@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from dakrun.config import ModelConfig
+from dakrun.formats import WeightFormat
 from dakrun.models.modules import Attention, Embedding, Linear, Matrix, Module, Operand
 
 if TYPE_CHECKING:
@@ -129,6 +130,20 @@ class Decoder:
                     f"expected one shape of all {matrix.op}, got {first.shape} in {first.name} and "
                     f"{matrix.shape} in {matrix.name}"
                 )
+
+    def store(self) -> None:
+        """Give all matrices their formats. Those of an op whose formats differ become several ops.
+
+        Layers of the first format keep the op's name; the others are "qkv.2", "qkv.3", ...
+        """
+        formats: dict[str, list[WeightFormat]] = {}
+        for matrix in self.matrices():
+            matrix.store(self.config)
+            found = formats.setdefault(matrix.op, [])
+            if matrix.format not in found:
+                found.append(matrix.format)
+            if number := found.index(matrix.format):
+                matrix.op += f".{number + 1}"
 
     def forward(
         self,

@@ -30,5 +30,10 @@ FAMILIES: Mapping[FamilyName, Callable[[ModelConfig], Decoder]] = {
 
 @functools.cache
 def decoder_of(config: ModelConfig) -> Decoder:
-    """The model of `config`."""
-    return FAMILIES[config.family](config)
+    """The model of `config`, with the formats that its matrices are stored in.
+
+    Raises CannotRun if a matrix cannot have its format.
+    """
+    model = FAMILIES[config.family](config)
+    model.store()
+    return model

@@ -8,16 +8,12 @@ from pathlib import Path
 from dakrun.errors import CannotRun, UsageError
 
 ADAPTERS = ("adapter_config.json", "adapter_model*", "adapters.safetensors")
-# Of AutoGPTQ, AutoAWQ, TensorRT Model Optimizer and ExLlamaV2's converter.
-QUANTIZATIONS = (
-    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
-    "quantization_config.json",
-)
+EXLLAMA = "quantization_config.json"  # of ExLlamaV2's converter
 GGUF_HINT = "make a checkpoint of it: dakrun convert"
 
 
 def check_folder(directory: Path) -> None:
-    """Raise CannotRun if `directory` has an adapter's files or a quantizer's settings.
+    """Raise CannotRun if `directory` has an adapter's files or ExLlamaV2's settings.
 
     Raises UsageError if it has GGUF files and no config.json.
     """
@@ -28,13 +24,13 @@ def check_folder(directory: Path) -> None:
                 hint="merge it into its base model (peft: merge_and_unload), or move it away to "
                 "run the base model alone",
             )
-    for name in QUANTIZATIONS:
-        if (directory / name).is_file():
-            raise CannotRun(
-                f"{directory}: the checkpoint is quantized ({name}), which is not supported",
-                hint="use the original float16, bfloat16 or float32 checkpoint; if the weights "
-                f"are such floats, move {name} away",
-            )
+    if (directory / EXLLAMA).is_file():
+        raise CannotRun(
+            f"{directory}: the checkpoint is quantized by ExLlamaV2 ({EXLLAMA}), which is not "
+            "supported",
+            hint="use an AWQ, GPTQ, FP8 or 16-bit checkpoint; if this one has 16 bits, move "
+            f"{EXLLAMA} away",
+        )
     if not (directory / "config.json").exists() and (found := first(directory, "*.gguf")):
         raise UsageError(
             f"{directory}: holds GGUF files, which are not read as they are",

@@ -27,6 +27,11 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
 from dakrun.models.folders import check_folder
 from dakrun.models.hf_mixture import extra_layers, mixture_of
+from dakrun.models.quantization import (
+    parse_quantization,
+    settings_beside,
+    with_scale_dtypes,
+)
 
 FAMILIES: dict[str, FamilyName] = {  # by architecture
     "OPTForCausalLM": "opt",
@@ -151,9 +156,14 @@ def read_model_config(directory: Path) -> ModelConfig:
         )
     check_folder(directory)
     raw = read_json_object(directory / "config.json")
+    if not raw.get("quantization_config"):
+        raw["quantization_config"] = settings_beside(directory)
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw["dtype"] = stored_dtype(directory)
     config = parse_model_config(raw, name=directory.resolve().name)
+    if config.quantization:
+        found = with_scale_dtypes(config.quantization, directory)
+        config = replace(config, quantization=found)
     generation = directory / "generation_config.json"
     if generation.is_file():
         eos = read_json_object(generation).get("eos_token_id")
@@ -167,13 +177,6 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
 
     Raises UsageError if fields are missing or malformed, CannotRun if the model is not supported.
     """
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise CannotRun(
-            f"{name}: the checkpoint is quantized ({method}), which is not supported",
-            hint="use the original float16, bfloat16 or float32 checkpoint",
-        )
     listed = raw.get("architectures")
     architecture = str(listed[0]) if isinstance(listed, list) and listed else None
     model_type = raw.get("model_type")
@@ -292,14 +295,16 @@ def _window(fields: Fields, family: FamilyName) -> int | None:
 
 def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, Any]:
     """The fields of ModelConfig whose keys all families share; `eos` is the default."""
+    settings = fields.raw.get("quantization_config")
     return {
         "name": name,
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": fields.count("hidden_size"),
         "num_layers": fields.count("num_hidden_layers"),
         "num_heads": fields.count("num_attention_heads"),
-        "dtype": _dtype(fields.raw, name),
+        "dtype": (dtype := _dtype(fields.raw, name)),
         "eos_token_ids": _eos(fields.raw.get("eos_token_id", eos), fields.where),
+        "quantization": parse_quantization(settings, name=name, dtype=dtype) if settings else None,
     }
 
 

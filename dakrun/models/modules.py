@@ -2,7 +2,7 @@
 
 A module of type `Module` says its op in the plan and its layer; a Matrix also has a name in the
 whole model, such as "layers.3.qkv". Families (opt.py, llama.py) put modules together; planner,
-loader and runners walk the modules. Knows neither formats nor devices nor tiers.
+loader and runners walk the modules. Knows neither devices nor tiers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from dakrun.config import Activation, ModelConfig, NormKind
+from dakrun.errors import CannotRun
+from dakrun.formats import Quantised, Stored, WeightFormat
 
 if TYPE_CHECKING:
     import torch
 
 
 class Source(NamedTuple):
-    """A tensor of a checkpoint. Some checkpoints leave out the leading "model." of all names."""
+    """A tensor of a checkpoint. Some checkpoints leave out the leading "model." of all names.
+
+    A quantised weight is `stored` in several tensors, whose names begin like `name`, and has a
+    `layout` on the device.
+    """
 
     name: str
     shape: tuple[int, ...]
+    stored: Stored | None = None
+    layout: Quantised | None = None
 
 
 Request = Sequence[tuple[Source, slice]]  # rows of several tensors
@@ -128,6 +136,7 @@ class Matrix(Operand):
     category: ClassVar[Literal["linear", "experts", "gather"]]
     norm: Norm | None = None  # ahead of W
     folded: Norm | None = None
+    format: WeightFormat
 
     def __init__(
         self,
@@ -143,6 +152,24 @@ class Matrix(Operand):
         self.bias_name = f"{self.name}.bias"  # also of a bias that a folded norm adds
         self.shape: tuple[int, int] = (sum(modules.values()), cols)
 
+    def store(self, c: ModelConfig) -> None:
+        """Take the format that the model has for W: that of its modules, or 16 bits if they differ.
+
+        No norm folds into a W of fewer than 16 bits: it stays as it is stored. Raises CannotRun if
+        a module cannot have its format.
+        """
+        self.sources = tuple(_stored(source, c) for source in self.sources)
+        first = self.sources[0]
+        alike = all(source.stored == first.stored for source in self.sources)
+        self.format = c.weight_format
+        if alike and first.layout:
+            self.format, self.folded = first.layout, None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any of the sources is."""
+        return any(source.stored for source in self.sources)
+
     def rows_read(self, tokens: int) -> float:
         """Rows of W that a pass of `tokens` tokens is expected to read."""
         raise NotImplementedError
@@ -154,6 +181,21 @@ class Matrix(Operand):
     def vectors(self) -> Iterator[Operand]:
         """The operands beside W, which lie in the local tier."""
         yield from ()
+
+
+def _stored(source: Source, c: ModelConfig) -> Source:
+    """The source with the format that the checkpoint of `c` has for it."""
+    stored = c.quantization and c.quantization.of(source.name.removesuffix(".weight"))
+    if not stored:
+        return source
+    try:
+        stored.parts(*source.shape)
+        return source._replace(stored=stored, layout=stored.layout(c.dtype, source.shape[1]))
+    except ValueError as problem:
+        raise CannotRun(
+            f"{c.name}: {source.name} cannot be {stored.name}: {problem}",
+            hint="compare config.json with the published one",
+        ) from None
 
 
 class Table(Matrix):

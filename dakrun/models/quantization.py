@@ -7,6 +7,8 @@ quantizer has keys of its own; formats/ knows what they stand for.
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dakrun.errors import CannotRun, UsageError
@@ -17,13 +19,15 @@ from dakrun.formats.int8 import Int8
 from dakrun.formats.nvfp4 import Nvfp4
 from dakrun.formats.pack_quantized import PackQuantized
 from dakrun.formats.quantization import LINEARS, Quantization
-from dakrun.formats.stored import Stored
+from dakrun.formats.stored import SCALE_DTYPES, Stored
+from dakrun.models.files import read_header, read_json_object, safetensors_files
 
 SUPPORTED = (
     "FP8 (e4m3), 4 and 8 bits of AWQ, GPTQ and compressed-tensors, INT8, NVFP4, and 16 or 32 bits"
 )
 HINT = f"supported are {SUPPORTED}"
 _HEAD = "lm_head"
+SCALE_NAMES = ("scales", "weight_scale", "weight_scale_inv")
 
 
 def parse_quantization(raw: Any, *, name: str, dtype: str) -> Quantization:
@@ -254,6 +258,46 @@ def _of_group(group: _Settings, order: str) -> Stored:
         if strategy in blocks:
             return Fp8(weights.dtype, blocks[strategy])
     group.refuse(f"compressed-tensors in the format {order or '(none named)'} of type {kind}")
+
+
+# Files in which quantizers wrote their settings before config.json had a place for them.
+_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+
+
+def settings_beside(directory: Path) -> Mapping[str, Any] | None:
+    """The settings of a quantizer that wrote a file of its own; None where there is no such file.
+
+    Raises UsageError if the file is malformed.
+    """
+    for name, method in _FILES.items():
+        if (directory / name).is_file():
+            return {"quant_method": method, **read_json_object(directory / name)}
+    return None
+
+
+def with_scale_dtypes(quantization: Quantization, directory: Path) -> Quantization:
+    """The formats with the dtypes that scales have in the checkpoint's first file, if there is one.
+
+    Raises CannotRun if the file is damaged.
+    """
+    files = safetensors_files(directory)
+    if not files or not files[0].is_file():
+        return quantization
+    found: dict[Stored, str] = {}
+    for name, entry in sorted(read_header(files[0])[1].items()):
+        module, _, suffix = name.rpartition(".")
+        dtype = SCALE_DTYPES.get(entry["dtype"])
+        if dtype and suffix in SCALE_NAMES and (stored := quantization.of(module)):
+            found.setdefault(stored, dtype)
+    groups = tuple(
+        (pattern, replace(stored, scale_dtype=found.get(stored, stored.scale_dtype)))
+        for pattern, stored in quantization.groups
+    )
+    return replace(quantization, groups=groups)
 
 
 _METHODS: dict[str, Callable[[_Settings], Quantization]] = {

@@ -155,9 +155,7 @@ def decode_ops(
     for name, modules in decoder.ops.items():
         module = modules[0]
         if isinstance(module, Matrix):
-            op = matrix_op(
-                module, model.weight_format, n=n, element_bytes=size, normed=name in normed
-            )
+            op = matrix_op(module, module.format, n=n, element_bytes=size, normed=name in normed)
         else:
             op = attention_op(
                 module.heads,

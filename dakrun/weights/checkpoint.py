@@ -16,14 +16,18 @@ from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header, safetensors_files
 from dakrun.models.folders import GGUF_HINT, first
 from dakrun.models.modules import Operand, Request, Source
+from dakrun.weights.parts import Decoded, check_parts, decoded, extents, parts_of
 from dakrun.weights.streaming import Extent, read, stream
 
-DTYPES = {  # by safetensors' names
+FLOATS = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+DTYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32,
 }  # fmt: skip
 COPY_BYTES = 8 << 20
 ROOT = "model."  # names lack this prefix in checkpoints of a decoder alone
-# Ends of names that GPTQ and AWQ, compressed-tensors and bitsandbytes give to packed weights.
+# Ends of names that quantizers give to packed weights, the last three bitsandbytes.
 _QUANTIZED = (
     *(".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
     *(".weight.absmax", ".weight.quant_map", ".SCB"),
@@ -77,15 +81,19 @@ class Checkpoint:
         self._left_out = ROOT if bare else ""
         used: set[str] = set()
         for operand in (*model.matrices(), *model.vectors()):
-            if operand.joined:
+            if operand.joined and not operand.sources[0].stored:
                 self._part(operand, operand.joined)
             for source in operand.sources:
+                if source.stored:
+                    check_parts(source, self._stored, str(self.directory))
+                    used |= {self._stored_name(source, part.suffix) for part in parts_of(source)}
+                    continue
                 name = self._stored_name(source)
                 used.add(name)
                 if name not in self._tensors:
                     raise self._missing(name)
                 stored, extent = self._tensors[name]
-                if extent is None:
+                if extent is None or stored not in FLOATS:
                     raise CannotRun(
                         f"{self.directory}: tensor {name} is stored as {stored}, not as floats "
                         "of 16 bits or more",
@@ -137,9 +145,10 @@ class Checkpoint:
         for stored in sorted(self._tensors):
             if stored.endswith(_QUANTIZED):
                 return CannotRun(
-                    f"{self.directory}: the checkpoint is quantized (tensor {stored}), which is "
-                    "not supported",
-                    hint="use the original float16, bfloat16 or float32 checkpoint",
+                    f"{self.directory}: the checkpoint is quantized (tensor {stored}), but "
+                    f"config.json does not say so of {name}",
+                    hint="copy config.json again; supported are AWQ, GPTQ, FP8, INT8, NVFP4 and "
+                    "compressed-tensors",
                 )
         for stored in sorted(self._tensors):
             wrapped = _WRAPPER.search(stored)
@@ -187,19 +196,27 @@ class Checkpoint:
             read(some, piece)
             out[start : start + step].copy_(piece)
 
-    def stream(
-        self, requests: Sequence[Request], device: torch.device
-    ) -> Iterator[list[torch.Tensor]]:
-        """The rows of each request, as stored, on `device` (see streaming.stream)."""
-        return stream([[self._extent(*rows) for rows in each] for each in requests], device)
+    def stream(self, requests: Sequence[Request], device: torch.device) -> Iterator[list[Decoded]]:
+        """The rows of each request on `device`, as stored or decoded (see streaming.stream)."""
+        tensors = stream(extents(requests, self._find), device)
+        return decoded(requests, self._find, tensors)
 
     def _extent(self, source: Source, rows: slice) -> Extent:
-        extent = self._tensors[self._stored_name(source)][1]
+        extent = self._find(source, "")
         assert extent is not None, "check() came first"
         return extent.rows(rows.start, rows.stop)
 
-    def _stored_name(self, source: Source) -> str:
-        return source.name.removeprefix(self._left_out)
+    def _find(self, source: Source, suffix: str) -> Extent | None:
+        """The tensor of `source`, or of a quantized one its part `suffix`; None if missing."""
+        return self._stored(source, suffix)[1]
+
+    def _stored(self, source: Source, suffix: str) -> tuple[str, Extent | None]:
+        """The stored dtype's name and the extent; no name if the tensor is missing."""
+        return self._tensors.get(self._stored_name(source, suffix), ("", None))
+
+    def _stored_name(self, source: Source, suffix: str = "") -> str:
+        name = source.name.removeprefix(self._left_out)
+        return name.removesuffix("weight") + suffix if suffix else name
 
     def _open(self, path: Path) -> dict[str, tuple[str, Extent | None]]:
         """Open one file and list its tensors; CannotRun if it is no complete safetensors file."""

@@ -10,8 +10,11 @@ import torch
 
 from dakrun.models.decoder import Decoder
 from dakrun.models.modules import Request, Source
+from dakrun.units import ceil_div
+from dakrun.weights.parts import Decoded
 
 STANDARD_DEVIATION = 0.02
+_CODE_SIZES = {"int4": 4.6, "int8": 74.0, "e2m1": 2.9, "e4m3": 32.0}  # deviations of codes
 COPY_ELEMENTS = 1 << 20  # generated at a time by Dummy.copy
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64 constants as signed integers
 
@@ -19,7 +22,8 @@ _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64 constants as
 class Dummy:
     """A source of random weights with the interface of Checkpoint.
 
-    Matrices are normally distributed, norm weights are 1 and biases 0.
+    Matrices are normally distributed, norm weights are 1 and biases 0. Codes of a quantized matrix
+    are uniformly distributed, those of e4m3 normally; all of its scales are the same.
     """
 
     def check(self, model: Decoder) -> None:
@@ -33,22 +37,56 @@ class Dummy:
             first = rows.start + start
             some.copy_(_values(source, slice(first, first + len(some)), out.device))
 
-    def stream(
-        self, requests: Sequence[Request], device: torch.device
-    ) -> Iterator[list[torch.Tensor]]:
-        """Yield the rows of each request as float32 tensors on `device`."""
+    def stream(self, requests: Sequence[Request], device: torch.device) -> Iterator[list[Decoded]]:
+        """Yield the rows of each request on `device`: float32, or codes with scales."""
         for request in requests:
-            yield [_values(source, rows, device) for source, rows in request]
+            yield [
+                _quantised(source, rows, device)
+                if source.stored
+                else (_values(source, rows, device),)
+                for source, rows in request
+            ]
+
+
+def _quantised(source: Source, rows: slice, device: torch.device) -> Decoded:
+    """`rows` of a quantized source, as its layout writes them."""
+    layout, count = source.layout, rows.stop - rows.start
+    assert source.stored and layout
+    size = _CODE_SIZES[layout.code]
+    if layout.code == "e4m3":
+        values = _values(source, rows, device) * (size / STANDARD_DEVIATION)
+        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = (_bits(source, rows, device) & ((1 << layout.bits) - 1)).to(torch.uint8)
+    codes, groups = codes.view(count, -1), ceil_div(source.shape[1], layout.group)
+
+    def all_of(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count, groups), value, dtype=dtype, device=device)
+
+    if layout.scale_bytes == 1:
+        factors = torch.full((count,), STANDARD_DEVIATION / size, device=device)
+        return codes, all_of(1.0, torch.float8_e4m3fn), factors
+    scales = all_of(STANDARD_DEVIATION / size, getattr(torch, source.stored.scale_dtype))
+    if not layout.zeros:
+        return codes, scales
+    return codes, scales, all_of(1 << (layout.bits - 1), torch.int16)
 
 
 def _values(source: Source, rows: slice, device: torch.device) -> torch.Tensor:
     """`rows` of the tensor `source` as float32 [rows, K], or [rows] for norms and biases."""
-    name, (_, *shape) = source
+    name, (_, *shape) = source.name, source.shape
     if not shape:
         return torch.full(
             (rows.stop - rows.start,), float(not name.endswith("bias")), device=device
         )
-    cols = shape[0]
+    bits = _bits(source, rows, device)
+    uniform = bits.bitwise_and_(2**23 - 1).float().add_(0.5).mul_(2**-22).sub_(1)  # in (-1, 1)
+    return uniform.erfinv_().mul_(STANDARD_DEVIATION * 2**0.5).view(-1, shape[0])
+
+
+def _bits(source: Source, rows: slice, device: torch.device) -> torch.Tensor:
+    """Random int64 numbers for the elements of `rows`."""
+    name, cols = source.name, source.shape[1]
     bits = torch.arange(rows.start * cols, rows.stop * cols, device=device)
     bits += (zlib.crc32(name.encode()) >> 1) << 32
     bits ^= bits >> 30
@@ -56,5 +94,4 @@ def _values(source: Source, rows: slice, device: torch.device) -> torch.Tensor:
     bits ^= bits >> 27
     bits *= _FACTORS[1]
     bits ^= bits >> 31
-    uniform = bits.bitwise_and_(2**23 - 1).float().add_(0.5).mul_(2**-22).sub_(1)  # in (-1, 1)
-    return uniform.erfinv_().mul_(STANDARD_DEVIATION * 2**0.5).view(-1, cols)
+    return bits

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from dakrun.formats import Quantised
 from dakrun.hardware import Card
 from dakrun.interrupt import Workers
 from dakrun.launches import TierAccess, split_row_blocks
@@ -17,9 +18,10 @@ from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
 from dakrun.models.decoder import Decoder
 from dakrun.models.families import decoder_of
-from dakrun.models.modules import Request, Source
+from dakrun.models.modules import Matrix, Request, Source
 from dakrun.plan import Plan
 from dakrun.weights.folding import fold, interleave
+from dakrun.weights.parts import Decoded, expanded
 from dakrun.weights.streaming import reader_count
 
 OnLoad = Callable[[int, int], None]  # called with the bytes of matrices loaded so far, and of all
@@ -37,10 +39,11 @@ class Tensors(Protocol):
         """Copy rows of a tensor into `out`, converting the dtype; may run in several threads."""
         ...
 
-    def stream(
-        self, requests: Sequence[Request], device: torch.device
-    ) -> Iterator[list[torch.Tensor]]:
-        """The rows of each request on `device`, valid until the next ones are asked for."""
+    def stream(self, requests: Sequence[Request], device: torch.device) -> Iterator[list[Decoded]]:
+        """The rows of each request on `device`, valid until the next ones are asked for.
+
+        Plain rows are a tensor [R, K]; quantized ones what their layout writes.
+        """
         ...
 
 
@@ -89,9 +92,10 @@ def load(
     """Allocate and fill the model's operands, in the plan's dtype; all but matrices on `device`.
 
     With `packing`, which needs can_pack(plan), matrices are packed, with norms folded in; a fold
-    changes a matrix's bias, or adds one. Without `packing` they keep the checkpoint's rows.
-    `on_load` is called as pieces are loaded. Raises CannotRun if the source lacks a tensor of the
-    model (before anything is allocated), or cannot be read.
+    changes a matrix's bias, or adds one. Without `packing` they keep the checkpoint's rows. Codes
+    and scales of quantized matrices keep their values in both cases. `on_load` is called as pieces
+    are loaded. Raises CannotRun if the source lacks a tensor of the model (before anything is
+    allocated), or cannot be read.
     """
     model, dtype = decoder_of(plan.model), getattr(torch, plan.model.dtype)
     source.check(model)
@@ -100,7 +104,8 @@ def load(
         return Weights(_rows_as_stored(source, model, plan, tiers, on_load), resident)
     resident = _resident(source, model, torch.float32, device, for_kernels=True)
     matrices = _allocate(model, plan, tiers, packing)
-    _fill(model, matrices, source, resident, device, on_load)
+    loaded = _Loaded(matrices, on_load)
+    _fill(list(model.matrices()), matrices, source, resident, device, loaded, for_kernels=True)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
     return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
@@ -158,9 +163,12 @@ def _rows_as_stored(
 ) -> dict[str, TieredMatrix]:
     """Allocate and read all matrices, with the checkpoint's rows."""
     matrices, jobs = _allocate(model, plan, tiers, None), []
-    total, done = _nbytes(matrices), 0
+    loaded, quantised = _Loaded(matrices, on_load), []
     with Workers(reader_count()) as readers:
         for matrix in model.matrices():
+            if matrix.quantised:
+                quantised.append(matrix)
+                continue
             found = matrices[matrix.name]
             for part, of_part in found.rows:
                 data, top = found.read(part), 0  # a view
@@ -171,8 +179,9 @@ def _rows_as_stored(
                         top += len(out)
         for job, nbytes in jobs:
             job.result()
-            done += nbytes
-            on_load(done, total)
+            loaded.add(nbytes)
+    cpu = torch.device("cpu")
+    _fill(quantised, matrices, source, {}, cpu, loaded, for_kernels=False)
     return matrices
 
 
@@ -183,40 +192,56 @@ def _pieces(rows: slice, cols: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows.stop))
 
 
-def _nbytes(matrices: Mapping[str, TieredMatrix]) -> int:
-    """Bytes of all matrices."""
-    return sum(part.nbytes for matrix in matrices.values() for part in matrix.parts)
+class _Loaded:
+    """Counts the bytes that are loaded, of those of all matrices."""
+
+    def __init__(self, matrices: Mapping[str, TieredMatrix], on_load: OnLoad) -> None:
+        self._done, self._on_load = 0, on_load
+        self._total = sum(part.nbytes for matrix in matrices.values() for part in matrix.parts)
+
+    def add(self, nbytes: int) -> None:
+        """Tell of `nbytes` more."""
+        self._done += nbytes
+        self._on_load(self._done, self._total)
 
 
 def _fill(
-    model: Decoder,
-    packed: Mapping[str, TieredMatrix],
+    matrices: Sequence[Matrix],
+    to: Mapping[str, TieredMatrix],
     source: Tensors,
     resident: dict[str, torch.Tensor],
     device: torch.device,
-    on_load: OnLoad,
+    loaded: _Loaded,
+    *,
+    for_kernels: bool,
 ) -> None:
-    """Write all matrices to `packed`, norms folded in; `resident` are float32 on `device`.
+    """Write `matrices`, `for_kernels` with norms folded in; `resident` are float32 on `device`.
 
     The contribution of a norm's bias is added to the matrix's bias, which is created if absent.
     """
     jobs = [
-        (matrix, piece)
-        for matrix in model.matrices()
-        for piece in packed[matrix.name].pieces(PIECE_ELEMENTS)
+        (matrix, piece) for matrix in matrices for piece in to[matrix.name].pieces(PIECE_ELEMENTS)
     ]
-    requests = [matrix.request(piece.rows, for_kernels=True) for matrix, piece in jobs]
-    done, total = 0, _nbytes(packed)
-    for (matrix, piece), tensors in zip(jobs, source.stream(requests, device), strict=True):
-        rows = _joined(tensors, alternate=matrix.interleaved)
-        if matrix.folded:
-            rows, added = fold(rows, matrix.folded, resident)
-            if added is not None:
-                zeros = torch.zeros(matrix.shape[0], device=device)
-                resident.setdefault(matrix.bias_name, zeros)[piece.rows] += added
-        piece.write(rows.to(packed[matrix.name].dtype))
-        done += piece.part.format.nbytes(len(rows), matrix.shape[1])
-        on_load(done, total)
+    requests = [matrix.request(piece.rows, for_kernels=for_kernels) for matrix, piece in jobs]
+    streamed = source.stream(requests, device)
+    for (matrix, piece), request, found in zip(jobs, requests, streamed, strict=True):
+        dtype, alternate = to[matrix.name].dtype, for_kernels and matrix.interleaved
+        if isinstance(matrix.format, Quantised):
+            each = zip(*found, strict=True)  # codes, scales, ... of all sources
+            piece.write(*(_joined(list(tensors), alternate=alternate) for tensors in each))
+        else:
+            plain = [
+                expanded(one.layout, rows, dtype) if one.layout else rows[0]
+                for (one, _), rows in zip(request, found, strict=True)
+            ]
+            rows = _joined(plain, alternate=alternate)
+            if for_kernels and matrix.folded:
+                rows, added = fold(rows, matrix.folded, resident)
+                if added is not None:
+                    zeros = torch.zeros(matrix.shape[0], device=device)
+                    resident.setdefault(matrix.bias_name, zeros)[piece.rows] += added
+            piece.write(rows.to(dtype))
+        loaded.add(piece.part.format.nbytes(piece.rows.stop - piece.rows.start, matrix.shape[1]))
 
 
 def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:

@@ -18,7 +18,8 @@ from dakrun.interrupt import Workers
 from dakrun.memory.limits import usable_cores
 from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 
-BUFFERS = 16
+BUFFERS = 16  # at most
+RING_BYTES = 512 << 20  # of all buffers, if they are more than two
 SLICE_BYTES = 8 << 20  # bytes that a thread reads in one call
 MAX_READERS = 8
 
@@ -67,11 +68,12 @@ def stream(
     until the next request is asked for. Raises CannotRun as `read` does.
     """
     size = max((_bytes(request) for request in requests), default=0)
+    count = max(2, min(BUFFERS, RING_BYTES // max(1, size)))
     with (
-        allocate_tiers({HOST: BUFFERS * size}, device) as tiers,
+        allocate_tiers({HOST: count * size}, device) as tiers,
         Workers(reader_count()) as readers,
     ):
-        free = deque(_Buffer(tiers[HOST].allocate((size,), torch.uint8)) for _ in range(BUFFERS))
+        free = deque(_Buffer(tiers[HOST].allocate((size,), torch.uint8)) for _ in range(count))
         ahead: deque[tuple[Sequence[Extent], _Buffer, list[Future[None]]]] = deque()
         waiting = iter(requests)
         while True:

@@ -1,0 +1,274 @@
+"""Quantized checkpoints, from the file to tokens: nothing is re-quantised, no bit changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cards import hopper
+from quantised import FORMATS, compressed, fp8, gptq, save
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from dakrun.config import SamplingParams
+from dakrun.engine import tier_accesses
+from dakrun.errors import CannotRun, UsageError
+from dakrun.formats import Quantised, Rows
+from dakrun.llm import LLM
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.plan import Policy
+from dakrun.weights import Checkpoint, Packing, load, loading, tier_capacities
+
+PROMPTS = [[5, 77, 201, 9], [300, 2, 4], [17]]
+NEW_TOKENS = 12
+POLICY = Policy(offload_ratio=0.4, kv_offload_ratio=0.5)
+CPU = torch.device("cpu")
+INT4 = {
+    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+}  # fmt: skip
+
+
+def llm_of(directory: Path, dtype: str = "float32") -> LLM:
+    return LLM(directory, device="cpu", batch_size=3, dtype=dtype, policy=POLICY)  # type: ignore[arg-type]
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
+    return [list(result.token_ids) for result in found]
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    """On the dequantised weights, which are in the tiers bit for bit."""
+    model = save(tmp_path, *FORMATS[name])
+    llm = llm_of(tmp_path)
+    for layer, of in enumerate(model.model.layers):
+        stored = {
+            "qkv": [of.self_attn.q_proj, of.self_attn.k_proj, of.self_attn.v_proj],
+            "o": [of.self_attn.o_proj],
+            "gate_up": [of.mlp.gate_proj, of.mlp.up_proj],
+            "down": [of.mlp.down_proj],
+        }
+        for op, modules in stored.items():
+            matrix = llm.engine.runner.weights.matrices[f"layers.{layer}.{op}"]
+            assert isinstance(matrix.format, Quantised)
+            assert {part.tier for part in matrix.parts} == {"hbm", "host"}
+            assert torch.equal(matrix.dense(), torch.cat([m.weight.data for m in modules]))
+    assert tokens_of(llm) == expected(model)
+    for number, tier in enumerate(llm.plan.tiers):
+        parts = (p for m in llm.engine.runner.weights.matrices.values() for p in m.parts)
+        held = sum(part.nbytes for part in parts if part.tier == tier)
+        assert held == llm.plan.memory(number)["weights"]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-zeros", "fp8-block", "ct-4bit-zeros", "nvfp4"])
+def test_packed_for_kernels_in_small_pieces(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates alternate with ups, row blocks are in the tiers' order, no norm is folded."""
+    monkeypatch.setattr(loading, "PIECE_ELEMENTS", 24 * 256)
+    model = save(tmp_path, *FORMATS[name])
+    plan = llm_of(tmp_path, "bfloat16").plan
+    tiers = allocate_tiers(tier_capacities(plan, packed=True), CPU)
+    card = hopper(5)
+    with Checkpoint(tmp_path) as source:
+        packing = Packing(tier_accesses(plan, card), card)
+        matrices = load(source, plan, tiers, CPU, packing=packing).matrices
+    layer = model.model.layers[1]
+    qkv = [getattr(layer.self_attn, f"{x}_proj").weight.data for x in "qkv"]
+    assert torch.equal(matrices["layers.1.qkv"].dense(), torch.cat(qkv).bfloat16())
+    both = torch.stack([layer.mlp.gate_proj.weight.data, layer.mlp.up_proj.weight.data], 1)
+    assert torch.equal(matrices["layers.1.gate_up"].dense(), both.flatten(0, 1).bfloat16())
+    assert matrices["layers.1.gate_up"].for_kernels and len(matrices["layers.1.down"].parts) == 2
+
+
+def test_modules_that_stay_in_16_bits(tmp_path: Path) -> None:
+    """A whole op of one layer, and a part of a fused matrix, which is then all in 16 bits."""
+    settings, write = FORMATS["ct-4bit"]
+    ignored = ["lm_head", "model.layers.1.mlp.down_proj", "re:.*layers.0.self_attn.v_proj"]
+    plain = ["layers.1.mlp.down_proj", "layers.0.self_attn.v_proj"]
+    model = save(tmp_path, settings | {"ignore": ignored}, write, plain=plain)
+    llm = llm_of(tmp_path)
+    formats = {op.op.name: op.op.stored().name for op in llm.plan.weights()}
+    assert {name: text.startswith("int4") for name, text in formats.items()} == {
+        "embedding": False, "lm_head": False, "qkv": False, "qkv.2": True, "o": True,
+        "gate_up": True, "down": True, "down.2": False,
+    }  # fmt: skip
+    matrices = llm.engine.runner.weights.matrices
+    for layer in (0, 1):
+        attention = model.model.layers[layer].self_attn
+        parts = [getattr(attention, f"{x}_proj").weight.data for x in "qkv"]
+        assert torch.equal(matrices[f"layers.{layer}.qkv"].dense(), torch.cat(parts))
+    assert isinstance(matrices["layers.0.qkv"].format, Rows)
+    assert tokens_of(llm) == expected(model)
+
+
+def test_layers_may_mix_formats(tmp_path: Path) -> None:
+    """compressed-tensors' groups: attention in 8 bits of floats, the rest in 4 bits."""
+    channel = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+            "group_1": {
+                "targets": ["re:.*self_attn.*"], "weights": channel, "format": "float-quantized",
+            },
+        },
+        "ignore": ["lm_head"],
+    }  # fmt: skip
+
+    def write(weight: torch.Tensor) -> Any:
+        if weight.shape[0] == 320 or weight.shape[1] == 320:  # of the feed-forward
+            return compressed(weight, "pack-quantized", **INT4)
+        return compressed(weight, "float-quantized", **channel)
+
+    model = save(tmp_path, settings, write)
+    llm = llm_of(tmp_path)
+    codes = {
+        op.op.name: stored.code
+        for op in llm.plan.weights()
+        if isinstance(stored := op.op.stored(), Quantised)
+    }
+    assert codes == {"qkv": "e4m3", "o": "e4m3", "gate_up": "int4", "down": "int4"}
+    assert tokens_of(llm) == expected(model)
+
+
+def test_dummy_weights_take_the_same_formats(tmp_path: Path) -> None:
+    save(tmp_path, *FORMATS["awq"])
+    llm = LLM(tmp_path, device="cpu", batch_size=3, load_format="dummy", policy=POLICY)
+    matrix = llm.engine.runner.weights.matrices["layers.0.down"]
+    assert isinstance(matrix.format, Quantised) and matrix.format.zeros
+    assert matrix.dense().float().std().item() == pytest.approx(0.02, rel=0.1)
+    here = llm.engine.runner.weights
+    whole = Policy(offload_ratio=0.0)
+    other = LLM(tmp_path, device="cpu", batch_size=3, load_format="dummy", policy=whole)
+    for name, found in here.matrices.items():
+        assert torch.equal(found.dense(), other.engine.runner.weights.matrices[name].dense())
+
+
+def changed(directory: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of layer 0's down projection by their suffix; None removes one."""
+    file = directory / "model.safetensors"
+    found = load_file(file)
+    for suffix, tensor in tensors.items():
+        name = f"model.layers.0.mlp.down_proj.{suffix}"
+        del found[name]
+        if tensor is not None:
+            found[name] = tensor
+    save_file(found, file, metadata={"format": "pt"})
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "said"),
+    [
+        ("awq", {"qzeros": None}, f"tensor {DOWN}.qzeros is missing: config.json says 4-bit AWQ"),
+        ("fp8-block", {"weight_scale_inv": None}, f"{DOWN}.weight_scale_inv is missing"),
+        ("fp8-block", {"weight_scale_inv": torch.ones(2, 2)},
+         "is 2x2, FP8, a scale per 128x128 block of 256x320 has 2x3"),
+        ("fp8-block", {"weight_scale_inv": torch.full((2, 3), torch.nan)},
+         "a scale is NaN or infinite"),
+        ("gptq", {"scales": torch.full((10, 256), torch.inf).half()}, "a scale is NaN or infinite"),
+        ("gptq", {"qweight": torch.zeros(40, 128, dtype=torch.int32)},
+         "is 40x128, 4-bit GPTQ, groups of 32 of 256x320 has 40x256"),
+        ("gptq", {"qzeros": torch.zeros(10, 32, dtype=torch.int32)}, "not half the range"),
+        ("gptq", {"g_idx": torch.zeros(320, dtype=torch.int32)}, "activation order (desc_act)"),
+        ("ct-int8", {"weight": torch.zeros(256, 320)}, "is stored as F32, not as I8"),
+        ("nvfp4", {"weight_scale_2": torch.tensor(torch.nan)}, "a scale is NaN or infinite"),
+    ],
+)  # fmt: skip
+def test_malformed_tensors(
+    name: str, tensors: dict[str, torch.Tensor | None], said: str, tmp_path: Path
+) -> None:
+    save(tmp_path, *FORMATS[name])
+    changed(tmp_path, **tensors)
+    with pytest.raises(CannotRun) as error:
+        llm_of(tmp_path)
+    assert said in str(error.value) and "\n" not in str(error.value) and error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "activation order (desc_act)"),
+        ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits"),
+        ({"quant_method": "gptq", "bits": 2}, "weights of 2 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in the order of 'gemv'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "w4a8_awq"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48 * 3}, "do not divide"),
+        (
+            {"config_groups": {"g": {"weights": INT4 | {"actorder": "group"}}}},
+            "activation order (actorder group)",
+        ),
+        (
+            {"config_groups": {"g": {"weights": INT4}}, "format": "mxfp4-pack-quantized"},
+            "mxfp4-pack-quantized",
+        ),
+    ],
+)
+def test_formats_that_are_not_supported(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save(tmp_path, settings, FORMATS["awq"][1])
+    with pytest.raises(CannotRun) as error:
+        llm_of(tmp_path)
+    assert said in str(error.value) and error.value.hint and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("awq", "quantization_config is 'awq', not an object"),
+        ({"quant_method": 4}, "quant_method is 4, not a string"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128], not"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size is 0, not"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None, not an object"),
+    ],
+)
+def test_malformed_settings(settings: Any, said: str, tmp_path: Path) -> None:
+    save(tmp_path, settings, FORMATS["awq"][1])
+    with pytest.raises(UsageError) as error:
+        llm_of(tmp_path)
+    assert said in str(error.value) and error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "write"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}, gptq),
+        (
+            "quant_config.json",
+            {"w_bit": 4, "q_group_size": 32, "version": "GEMM"},
+            FORMATS["awq"][1],
+        ),
+        (
+            "hf_quant_config.json",
+            {"producer": {}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+            lambda weight: fp8(weight, block=None),
+        ),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    file: str, content: dict[str, Any], write: Any, tmp_path: Path
+) -> None:
+    model = save(tmp_path, {}, write)
+    (tmp_path / file).write_text(json.dumps(content))
+    assert tokens_of(llm_of(tmp_path)) == expected(model)
