@@ -103,7 +103,7 @@ class LLM(OfflineCalls):
         if run.threads is not None:
             check_threads(run.threads)
         torch.set_num_threads(run.threads or min(torch.get_num_threads(), usable_cores()))
-        self.config, directory = hub.find_model(str(model), run.dtype, run.load_format)
+        self.config, directory = hub.find_model(str(model), run.dtype, run.load_format, run.format)
         self.device = _device(run.device)
         self.profile = _profile(run.profile, self.device)
         tokenizer = _tokenizer(directory, run)

@@ -51,7 +51,8 @@ NAME = "opt-like-125m"
 def sweep(**asked: Any) -> ModelSweep:
     """What the command line's defaults and `asked` ask for."""
     defaults = {
-        "model": "opt-6.7b", "load_format": "dummy", "batch_sizes": (8,), "ratios": ("0",),
+        "model": "opt-6.7b", "load_format": "dummy", "format": "auto",
+        "batch_sizes": (8,), "ratios": ("0",),
         "transports": ("auto",), "strategies": ("greedy",), "remote": "host",
         "dtype": "float16", "prompt_len": 32, "new_tokens": 32, "rival": None,
         "hbm_budget": None, "host_budget": None, "peer_budget": None,
@@ -81,7 +82,8 @@ def row(point: ModelCase = POINT, **changes: Any) -> ModelRow:
 
 def record(*rows: ModelRow) -> Record:
     head = HEAD | {
-        "model": "opt-6.7b", "load_format": "dummy", "prompt_tokens": 32, "new_tokens": 16,
+        "model": "opt-6.7b", "load_format": "dummy", "format": "auto",
+        "prompt_tokens": 32, "new_tokens": 16,
         "ceilings_bytes_per_s": RATES.rates, "copied_bytes_per_s": RATES.copied,
         "command": "dakrun bench --model opt-6.7b",
     }  # fmt: skip
@@ -257,7 +259,7 @@ def test_a_cpus_head() -> None:
     shown = record(row())
     changed = {
         "driver": None, "cuda": None, "copied_bytes_per_s": {}, "ceilings_measured": False,
-        "ceilings_bytes_per_s": {LOCAL: 1.2e10}, "load_format": "auto",
+        "ceilings_bytes_per_s": {LOCAL: 1.2e10}, "load_format": "auto", "format": "auto",
     }  # fmt: skip
     cpu = Record({**shown.head, **changed}, shown.columns, shown.rows)
     line = as_text(cpu, "md").splitlines()[0]

@@ -438,3 +438,57 @@ def test_following_the_hints_ends(asked: dict[str, str]) -> None:
         assert asked.get(option) != value
         asked = {**asked, option: value}
     pytest.fail(f"the hints go in circles: {asked}")
+
+
+LLAMA_70B = ("--model", "llama-3-70b", "--profile", "h100-pcie5", "--batch-size", "8")
+
+
+def words(result: Result) -> str:
+    return " ".join(result.stdout.split())
+
+
+def test_a_format_counts_as_it_is_stored() -> None:
+    """Weights of 4 bits with a 16-bit scale per 128; the table of words and lm_head have 16."""
+    plan = json.loads(run("plan", *LLAMA_70B, "--format", "w4a16", "--json").stdout)
+    ops = {op["name"]: op for op in plan["ops"]}
+    assert ops["down"]["resident_bytes"] == 80 * 8192 * 28672 * (4 + 16 / 128) / 8
+    assert ops["lm_head"]["resident_bytes"] == 2 * 8192 * 128_256
+    assert ops["down"]["format"] == "int4, a scale per 128"
+    assert ops["lm_head"]["format"] == "bfloat16"
+    assert plan["model"]["quantization"] == {
+        "method": "w4a16", "format": "4-bit, groups of 128", "not_applied": [],
+    }  # fmt: skip
+    assert plan["ratio"] == 0
+    shown = words(run("plan", *LLAMA_70B, "--format", "w4a16"))
+    assert "4-bit, groups of 128: embedding, lm_head: bfloat16; qkv, o, gate_up, down: i" in shown
+
+
+def test_what_a_quantized_checkpoint_would_take() -> None:
+    said = "a quantized checkpoint (lossy) would have 36.79 GiB in 4 bits"
+    shown = words(run("plan", *LLAMA_70B))
+    assert f"{said}, which fit in HBM or 69.66 GiB in FP8, which fit in HBM, not 131.4" in shown
+    small = run("plan", *LLAMA_70B, "--hbm-budget", "4GiB", "--host-budget", "4GiB")
+    assert f"{said} or 69.66 GiB in FP8, not" in error_lines(small)[1]
+    assert small.exit_code == 3
+    assert "lossy" not in words(run("plan", *LLAMA_70B, "--model", "llama-3-8b"))
+
+
+def test_a_format_is_for_models_of_16_bits(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "dtype": "float16",
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64],
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("--model", str(tmp_path), "--profile", "h100-pcie5", "--batch-size", "1")
+    shown = words(run("plan", *asked))
+    assert "FP8, a scale per 64x64 block: embedding, lm_head: float16; qkv, o" in shown
+    assert "not applied dynamic FP8 activations: products read the weights alone" in shown
+    refused = run("plan", *asked, "--format", "awq")
+    assert "stored in FP8, a scale per 64x64 block already" in error_lines(refused)[0]
+    (tmp_path / "p.jsonl").write_text('{"prompt": [1]}')
+    files = ("-i", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "o.jsonl"))
+    refused = run("generate", "--model", str(tmp_path), "--format", "awq", *files)
+    assert "--format is for random weights" in refused.stderr and refused.exit_code == 2

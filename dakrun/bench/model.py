@@ -59,6 +59,7 @@ def measure_model(
     subject = {
         "model": sweep.name,
         "load_format": sweep.load_format,
+        "format": sweep.format,
         "prompt_tokens": sweep.prompt_len,
         "new_tokens": sweep.new_tokens,
     }
@@ -138,6 +139,7 @@ class ModelBench:
             expected_tokens=sweep.new_tokens,
             policy=point.policy(sweep.policy),
             load_format=sweep.load_format,
+            format=sweep.format,
         ) as llm:
             if llm.fallback:
                 self._progress(f"runs on plain torch, slower than the kernels: {llm.fallback}")

@@ -14,6 +14,7 @@ from dakrun.config import LoadFormat, ModelConfig
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.models import known_model, model_config
+from dakrun.models.hub import in_format
 from dakrun.plan import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"
@@ -55,13 +56,15 @@ class ModelSweep:
     """The model `name` with every batch size, transport, strategy and offload ratio.
 
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
-    random weights. `policy` has the remote tiers and the budgets. `rival` is another program to
-    measure: "transformers" with the whole model in HBM, "prefetch" also with layers in host memory.
+    random weights, in `format` (see RunOptions). `policy` has the remote tiers and the budgets.
+    `rival` is another program to measure: "transformers" with the whole model in HBM, "prefetch"
+    also with layers in host memory.
     """
 
     name: str
     config: ModelConfig
     load_format: LoadFormat
+    format: str
     policy: Policy
     rival: Rival | None
     batch_sizes: tuple[int, ...]
@@ -102,6 +105,7 @@ def model_sweep(
     *,
     model: str | None,
     load_format: LoadFormat,
+    format: str,
     batch_sizes: Sequence[int],
     ratios: Iterable[str],
     transports: Sequence[TransportChoice],
@@ -129,8 +133,9 @@ def model_sweep(
         )
     return ModelSweep(
         name=model,
-        config=model_config(model).with_dtype(dtype),
+        config=in_format(model_config(model).with_dtype(dtype), format),
         load_format=load_format,
+        format=format,
         policy=Policy(
             hbm_budget=hbm_budget,
             host_budget=host_budget,

@@ -144,6 +144,7 @@ def _model(head: Mapping[str, Any]) -> str | None:
     if "model" not in head:
         return None
     weights = ", random weights" if head["load_format"] == "dummy" else ""
+    weights += f" in {head['format']}" if head["format"] != "auto" else ""
     return f"{head['model']}, {head['prompt_tokens']} + {head['new_tokens']} tokens{weights}"
 
 

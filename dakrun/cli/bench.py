@@ -18,6 +18,7 @@ from dakrun.cli.options import (
     STRATEGIES,
     TRANSPORTS,
     budget_options,
+    format_option,
     load_format_option,
     profile_option,
     wide_option,
@@ -32,7 +33,15 @@ OPTIONS_OF = {
     "gemm": ("shapes", "model", "rows", "ablations"),
     "attention": ("cases", "head_dim"),
     MODEL: (
-        *("model", "load_format", "batch_sizes", "transports", "strategies", "prompt_len"),
+        *(
+            "model",
+            "load_format",
+            "format",
+            "batch_sizes",
+            "transports",
+            "strategies",
+            "prompt_len",
+        ),
         *("new_tokens", "hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
     ),
 }
@@ -57,6 +66,7 @@ _bench_options = together(
         help="Model to measure; gemm: the weights of all its linear ops, lm_head included.",
     ),
     load_format_option("model: "),
+    format_option("model: "),
     count_option(
         "--batch-size",
         "batch_sizes",

@@ -15,6 +15,7 @@ from dakrun.cli.lookups import resolve_run_profile
 from dakrun.cli.options import (
     chat_template_option,
     device_option,
+    format_option,
     load_format_option,
     model_options,
     policy_options,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @limits_option
 @policy_options
 @load_format_option()
+@format_option("With dummy weights: ")
 @chat_template_option
 @reasoning_option
 @threads_option()
@@ -149,6 +151,7 @@ def generate(
     from dakrun.generate import BatchJob, check_report, write_report
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
+    from dakrun.plan.lossy import quantization_note
     from dakrun.probe.run import describe_profile
     from dakrun.requests import (
         ParquetOutput,
@@ -181,7 +184,7 @@ def generate(
     with RequestReader(source, defaults=params) as reader:
         if parquet is not None:
             parquet.begin(reader.row_format())
-        config, folder = find_model(model, run.dtype, run.load_format)
+        config, folder = find_model(model, run.dtype, run.load_format, run.format)
         if folder is not None:
             check_sentencepiece(folder)
             if generation_config == "none" and not params.temperature:
@@ -221,6 +224,8 @@ def generate(
                 on_allocate=on_allocate,
                 on_load=on_load,
             )
+        if note := quantization_note(llm.plan):
+            say(note)
         if llm.fallback:
             say(f"runs on plain torch, slower than the kernels: {llm.fallback}")
         forecast = None

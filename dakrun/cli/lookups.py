@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from dakrun.hardware import HardwareProfile
 
 
-def resolve_model(name: str, dtype: Any) -> "ModelConfig":
-    """The architecture that --model and --dtype name."""
+def resolve_model(name: str, dtype: Any, format: str = "auto") -> "ModelConfig":
+    """The architecture that --model and --dtype name, its weights in --format."""
     from dakrun.models import model_config
+    from dakrun.models.hub import in_format
 
     model = model_config(name)
-    return model if dtype == "auto" else model.with_dtype(dtype)
+    return in_format(model if dtype == "auto" else model.with_dtype(dtype), format)
 
 
 def resolve_profile(name: str) -> "HardwareProfile":

@@ -77,6 +77,18 @@ def load_format_option(prefix: str = "") -> Decorator:
     )
 
 
+def format_option(prefix: str = "") -> Decorator:
+    """The option --format; `prefix` begins its help."""
+    from dakrun.formats.named import NAMES
+
+    return choice_option(
+        "--format",
+        choices=("auto", *NAMES),
+        help=f"{prefix}Format of the weights of a 16-bit model, as if it were quantized; auto: as "
+        "they are stored.",
+    )
+
+
 def _template(ctx: click.Context, param: click.Parameter, name: str | None) -> str | None:
     """The text of --chat-template."""
     if name is None:

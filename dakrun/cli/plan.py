@@ -12,6 +12,7 @@ import click
 from dakrun.cli.console import eprint, stdout_console
 from dakrun.cli.lookups import note_no_kernels, resolve_model, resolve_profile
 from dakrun.cli.options import (
+    format_option,
     length_options,
     model_options,
     policy_options,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
+@format_option()
 @workload_options
 @length_options
 @click.option(
@@ -90,7 +92,7 @@ def plan(
                 "--nodes predicts the run of a file",
                 hint="give -i, and neither --profile nor --plot",
             )
-        config = resolve_model(model, run.dtype)
+        config = resolve_model(model, run.dtype, run.format)
         longest = model_len(config, run.max_model_len)
         expected, rows = _expected_run(source, params, config, model, longest)
         forecast = _plan_nodes(nodes, config, run, expected)
@@ -102,7 +104,8 @@ def plan(
         render_nodes(forecast, source, stdout_console())
         click.echo(f"{source}: {rows}")
         return
-    config, hardware = resolve_model(model, run.dtype), resolve_profile(str(run.profile))
+    config = resolve_model(model, run.dtype, run.format)
+    hardware = resolve_profile(str(run.profile))
     if source is None:
         longest = _plan_model_len(config, prompt_len, max_tokens, run.max_model_len)
     else:

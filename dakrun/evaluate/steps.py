@@ -52,6 +52,7 @@ class Steps:
             name=self.names[point.model],
             config=self.scope.models[point.model],
             load_format="dummy",
+            format="auto",
             policy=Policy(hbm_budget=point.hbm_budget, remote=(point.remote,)),
             rival=None,
             batch_sizes=(point.batch_size,),

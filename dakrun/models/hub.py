@@ -16,6 +16,7 @@ from typing import Literal
 
 from dakrun.config import Dtype, LoadFormat, ModelConfig
 from dakrun.errors import CannotRun, DakrunError, UsageError, check_file_name
+from dakrun.formats.named import named_quantization
 from dakrun.models.files import read_json_object
 from dakrun.models.folders import check_not_gguf
 from dakrun.models.hf_config import parse_model_config, read_model_config
@@ -30,14 +31,39 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_model(
-    name: str, dtype: Dtype | Literal["auto"], load_format: LoadFormat
+    name: str,
+    dtype: Dtype | Literal["auto"],
+    load_format: LoadFormat,
+    format: str = "auto",
 ) -> tuple[ModelConfig, Path | None]:
     """The architecture, and the checkpoint's folder, None for random weights of a known name.
 
-    Raises UsageError or CannotRun if there is no such model.
+    Raises UsageError or CannotRun if there is no such model, or if a checkpoint is to have another
+    `format`.
     """
+    if format != "auto" and load_format != "dummy":
+        raise UsageError(
+            "--format is for random weights: a checkpoint's own says how it is stored",
+            hint="give --load-format dummy, or a checkpoint in that format",
+        )
     config, directory = _find(name, load_format)
-    return config if dtype == "auto" else config.with_dtype(dtype), directory
+    return in_format(config if dtype == "auto" else config.with_dtype(dtype), format), directory
+
+
+def in_format(config: ModelConfig, format: str) -> ModelConfig:
+    """The model with its weights in a format of formats/named.py, or as they are for "auto".
+
+    Raises UsageError if the model has a format of its own.
+    """
+    if format == "auto":
+        return config
+    if config.quantization:
+        raise UsageError(
+            f"{config.name} is stored in {config.quantization.name} already",
+            hint="leave out --format, or name a 16-bit model",
+        )
+    quantization = named_quantization(format, config.dtype)
+    return replace(config, name=f"{config.name} in {format}", quantization=quantization)
 
 
 def _find(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]:

@@ -10,6 +10,7 @@ from typing import Literal, TypedDict, get_args
 
 from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, Workload, model_len
 from dakrun.errors import check_choice, check_count, check_number, invalid_value
+from dakrun.formats.named import NAMES as FORMAT_NAMES
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
 from dakrun.plan.expected_run import ExpectedRun
@@ -42,6 +43,7 @@ class RunOptions:
       family that the chat template is of. With "off" thoughts are a part of the answer.
     - `load_format`: "dummy" makes random weights; the model may then be a known name, or a folder
       with only a config.json.
+    - `format`: of the random weights of a model that is not quantized, such as "awq" or "fp8".
     - `threads`: CPU threads of torch, in the whole process; by default one for each core that the
       process may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
@@ -65,6 +67,7 @@ class RunOptions:
     chat_template: str | None = None
     reasoning: str = "auto"
     load_format: LoadFormat = "auto"
+    format: str = "auto"
     threads: int | None = None
     started: datetime | None = None
 
@@ -72,6 +75,7 @@ class RunOptions:
         check_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
         check_choice("device", self.device, ("auto", "cuda", "cpu"))
         check_choice("load_format", self.load_format, get_args(LoadFormat))
+        check_choice("format", self.format, ("auto", *FORMAT_NAMES))
         for name, other in (
             *(("threads", None), ("batch_size", "auto"), ("max_model_len", None)),
             ("expected_prompt", None),
@@ -161,5 +165,6 @@ class RunKeywords(TypedDict, total=False):
     chat_template: str | None
     reasoning: str
     load_format: LoadFormat
+    format: str
     threads: int | None
     started: datetime | None

@@ -11,6 +11,7 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
 from dakrun.plan import ops as inventory
 from dakrun.plan.greedy import Curve
+from dakrun.plan.lossy import lossy_hint
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import PrefillPlan
@@ -152,11 +153,12 @@ class Problem:
             f"{format_bytes(budget)} of {'HBM' if tier == LOCAL else f'{tier} memory'}"
             for tier, budget in zip(self.tiers, self.budgets, strict=True)
         )
+        lossy = lossy_hint(self.costs.model)
         return CannotRun(
             f"the model does not fit: the budgets are {format_bytes(short)} too small: {room} "
             f"for {format_bytes(self.total)} of weights and KV cache",
             hint=f"raise {' or '.join(self._budget_options())}, or lower --batch-size or "
-            "--max-model-len",
+            f"--max-model-len" + (f"; {lossy}" if lossy else ""),
         )
 
     def over_budget(self, where: str, budget: float, over: float) -> CannotRun:

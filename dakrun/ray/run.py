@@ -68,7 +68,7 @@ def generate_on_ray(
     )
     files = InputFiles(source, well_formed_ids=on.part_format == "parquet")
     _check_apart(files, source, output)
-    config, folder = find_model(model, run.dtype, run.load_format)
+    config, folder = find_model(model, run.dtype, run.load_format, run.format)
     if folder is not None:
         check_sentencepiece(folder)
     profile = str(run.profile)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from dakrun.errors import CannotRun
+from dakrun.formats import Rows
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile, why_no_kernels
 from dakrun.plan.advice import Advice, Alternative
@@ -48,6 +49,7 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "hidden_size": plan.model.hidden_size,
             "weight_bytes": plan.weight_bytes,
             "kv_bytes_per_token": plan.model.kv_bytes_per_token,
+            "quantization": _quantization_dict(plan),
         },
         "workload": {
             "batch_size": plan.workload.batch_size,
@@ -79,6 +81,24 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
         "sampling_s": plan.sampling_s,
         "waits_s": plan.waits_s,
         "ops": [_op_dict(plan, op) for op in plan.ops],
+    }
+
+
+def op_format(plan: Plan, op: OpPlan) -> str:
+    """The format of a weight: the model's dtype, or that of its codes and scales."""
+    stored = op.op.stored()
+    return plan.model.dtype if isinstance(stored, Rows) else stored.name
+
+
+def _quantization_dict(plan: Plan) -> dict[str, Any] | None:
+    """The format of a quantized model's weights, and what of it is not applied."""
+    found = plan.model.quantization
+    if found is None:
+        return None
+    return {
+        "method": found.method,
+        "format": found.name,
+        "not_applied": list(found.unapplied),
     }
 
 
@@ -202,6 +222,7 @@ def _op_dict(plan: Plan, op: OpPlan) -> dict[str, Any]:
         "shape": list(op.op.shape),
         "shape_means": ["query_heads", "kv_heads"] if attention else ["rows", "cols"],
         "unit": "slot" if attention else "row_block",
+        "format": None if attention else op_format(plan, op),
         "units_per_layer": op.op.units,
         "units_by_layer": {
             plan.tiers[tier]: [counts[tier] for counts in op.placement] for tier in tiers

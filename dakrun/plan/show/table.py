@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dakrun.errors import CannotRun
+from dakrun.plan.lossy import lossy_text
 from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
@@ -18,6 +19,7 @@ from dakrun.plan.show.json import (
     bound_figures,
     kv_figures,
     op_eb,
+    op_format,
     predicted_figures,
     ridge,
     strategy_reason,
@@ -134,6 +136,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
     kv = kv_figures(plan)
     return [
         ("model", f"{model.name}, {model.dtype}, {format_bytes(plan.weight_bytes)} of weights"),
+        *_format_rows(plan),
         (
             "workload",
             f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
@@ -162,6 +165,23 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         *(("published", _published_text(other)) for other in shown.published),
         ("advice", shown.advice.sentence),
     ]
+
+
+def _format_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The formats of a quantized model, and what of it is not applied; or what one would take."""
+    quantization = plan.model.quantization
+    if not quantization:
+        lossy = lossy_text(plan)
+        return [("quantized", lossy)] if lossy else []
+    formats: dict[str, list[str]] = {}
+    for op in plan.weights():
+        formats.setdefault(op_format(plan, op), []).append(op.op.name)
+    text = "; ".join(f"{', '.join(names)}: {name}" for name, names in formats.items())
+    return [
+        ("format", f"{quantization.name}: {text}"),
+        *(("not applied", f"{what}: products read the weights alone")
+          for what in [" and ".join(quantization.unapplied)] if what),
+    ]  # fmt: skip
 
 
 def _prefill_text(forecast: Forecast) -> str:
