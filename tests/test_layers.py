@@ -49,8 +49,9 @@ LIGHT_MODULES = {
     *(
         f"dakrun.models.{name}"
         for name in (
-            *("__init__", "decoder", "families", "files", "hf_config", "hub", "known", "llama"),
-            *("modules", "opt", "phi3", "quantization", "qwen3"),
+            *("__init__", "decoder", "experts", "families", "files", "glm4_moe", "hf_config"),
+            *("hf_mixture", "hub", "known", "known_mixtures", "llama", "mixtral", "modules"),
+            *("olmoe", "opt", "phi3", "quantization", "qwen3", "qwen3_moe"),
         )
     ),
 }

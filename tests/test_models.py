@@ -192,8 +192,10 @@ def test_half_precision_differs_only_within_its_noise(
     top = theirs.topk(2).values
     clear = top[..., 0] - top[..., 1] > 2 * noise
     assert clear.float().mean() > 0.05
-    assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
+    same = (ours.argmax(-1) == theirs.argmax(-1))[clear].float().mean()
+    assert same >= (0.98 if llm.config.mixture else 1)  # rounding may change a router's choice
     assert (ours - exact[name]).abs().max() <= 2 * noise.max()
+    assert (ours - exact[name]).abs().mean() <= 1.5 * (theirs - exact[name]).abs().mean()
 
 
 def test_swapped_row_blocks_give_another_answer(checkpoints: dict[str, Path]) -> None:

@@ -108,7 +108,7 @@ class ReferenceBackend:
 
 
 class TimedBackend:
-    """A backend on the CPU that adds times of ops with a matrix, attention and timers."""
+    """A backend on the CPU that adds times of linear ops, experts and attention to `seconds`."""
 
     def __init__(self, backend: ReferenceBackend) -> None:
         self.begin, self.embed, self.end = backend.begin, backend.embed, backend.end

@@ -127,10 +127,10 @@ class Mixture:
         """New hidden states [n, H] of x [n, H], which may be overwritten."""
         assert isinstance(run, ExpertsBackend), "a backend that computes experts"
         assert self.up.norm, "a norm is ahead of experts"
-        shared = run.linear(self.shared.up, x) if self.shared else None
+        inner = run.linear(self.shared.up, x) if self.shared else x
         normed, chosen = run.route(self.router, self.up.norm, x)
         x = run.experts(self.down, run.experts(self.up, normed, chosen), chosen, x)
-        return run.linear(self.shared.down, shared, x) if self.shared else x
+        return run.linear(self.shared.down, inner, x) if self.shared else x
 
     def modules(self) -> Iterator[Module]:
         """The matrices of the experts, and those of `shared`, in the order of their use."""

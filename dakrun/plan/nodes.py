@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import why_no_kernels
 from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.plan import Plan
 from dakrun.plan.run_time import RunForecast
@@ -86,7 +85,7 @@ class ClusterForecast:
             "nodes": [
                 {
                     "profile": kind.nodes.name,
-                    "why_no_kernels": why_no_kernels(kind.plan.profile),
+                    "why_no_kernels": kind.plan.why_no_kernels,
                     "count": kind.nodes.count,
                     "batch_size": kind.plan.workload.batch_size,
                     "offload_ratio": kind.plan.ratio,

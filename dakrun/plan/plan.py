@@ -6,7 +6,7 @@ from typing import Literal
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.geometry import KV_BLOCK
-from dakrun.hardware import HardwareProfile
+from dakrun.hardware import HardwareProfile, why_no_kernels
 from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Policy, Strategy, Transport
@@ -161,6 +161,16 @@ class Plan:
     def read_bytes(self, tier: int) -> float:
         """Bytes of weights and KV that a decode step reads from tier number `tier`."""
         return sum(op.read_bytes(tier) for op in self.ops)
+
+    @property
+    def why_no_kernels(self) -> str | None:
+        """A sentence if its card has no kernels for the model, which plans assume; else None."""
+        if self.model.mixture and self.profile.device == "cuda":
+            return (
+                "dakrun has no kernels for experts yet: generate runs plain torch, slower than "
+                "predicted"
+            )
+        return why_no_kernels(self.profile)
 
     @property
     def weight_bytes(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header, safetensors_files
@@ -91,7 +92,7 @@ class Checkpoint:
                 name = self._stored_name(source)
                 used.add(name)
                 if name not in self._tensors:
-                    raise self._missing(name)
+                    raise self._missing(name, config)
                 stored, extent = self._tensors[name]
                 if extent is None or stored not in FLOATS:
                     raise CannotRun(
@@ -114,7 +115,8 @@ class Checkpoint:
             if of_layer and int(of_layer[3]) not in behind:
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
-                    hint="config.json and the safetensors files do not belong together",
+                    hint=_expert_hint(name, config)
+                    or "config.json and the safetensors files do not belong together",
                 )
 
     def _part(self, operand: Operand, joined: Source) -> None:
@@ -140,7 +142,7 @@ class Checkpoint:
             hint="config.json and the safetensors files do not belong together",
         )
 
-    def _missing(self, name: str) -> CannotRun:
+    def _missing(self, name: str, config: ModelConfig) -> CannotRun:
         """The error for a tensor that is not there, by what is there in its place."""
         for stored in sorted(self._tensors):
             if stored.endswith(_QUANTIZED):
@@ -163,7 +165,8 @@ class Checkpoint:
                 )
         return CannotRun(
             f"{self.directory}: tensor {name} is missing",
-            hint="config.json and the safetensors files do not belong together, "
+            hint=_expert_hint(name, config)
+            or "config.json and the safetensors files do not belong together, "
             "or a file was not copied",
         )
 
@@ -253,6 +256,14 @@ def _weight_files(directory: Path) -> list[Path]:
     raise CannotRun(
         f"{directory}: has no safetensors files", hint="copy the checkpoint's *.safetensors"
     )
+
+
+def _expert_hint(name: str, config: ModelConfig) -> str | None:
+    """The hint for a tensor of an expert that is missing or one too many."""
+    if config.mixture is None or ".experts." not in name:
+        return None
+    count = config.mixture.routing.experts
+    return f"config.json says {count} experts; compare it and the files with the published ones"
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -3,7 +3,7 @@
 A line ahead of them says if the kernels, whose speed is predicted, do not run on the card.
 """
 
-from dakrun.hardware import LOCAL, why_no_kernels
+from dakrun.hardware import LOCAL
 from dakrun.plan.advice import resource_text
 from dakrun.plan.run_time import RunForecast
 from dakrun.plan.show.json import predicted_figures
@@ -16,7 +16,7 @@ IF_KERNELS_RAN = "all figures below are those of the kernels, if they ran there"
 def answer_rows(shown: Overview, run: RunForecast | None = None) -> list[tuple[str, str]]:
     """(title, text) of the lines; `run` is that of a file's rows, whose speed then counts."""
     plan = shown.chosen.plan
-    why = why_no_kernels(plan.profile)
+    why = plan.why_no_kernels
     return [
         *([] if why is None else [("no kernels", f"{why}; {IF_KERNELS_RAN}")]),
         ("fits", ", ".join(_tier_text(shown, tier) for tier in range(len(plan.tiers)))),

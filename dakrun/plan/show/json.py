@@ -9,7 +9,7 @@ from typing import Any
 from dakrun.errors import CannotRun
 from dakrun.formats import Rows
 from dakrun.geometry import KV_BLOCK
-from dakrun.hardware import HardwareProfile, why_no_kernels
+from dakrun.hardware import HardwareProfile
 from dakrun.plan.advice import Advice, Alternative
 from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
@@ -50,6 +50,7 @@ def _forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "weight_bytes": plan.weight_bytes,
             "kv_bytes_per_token": plan.model.kv_bytes_per_token,
             "quantization": _quantization_dict(plan),
+            "experts": experts_figures(plan),
         },
         "workload": {
             "batch_size": plan.workload.batch_size,
@@ -164,6 +165,27 @@ def kv_figures(plan: Plan) -> dict[str, float]:
     }
 
 
+def experts_figures(plan: Plan) -> dict[str, float] | None:
+    """Experts of a layer, those of a token, and those that a step is expected to read.
+
+    `read_share` is their share of the bytes of all experts. None without experts.
+    """
+    if plan.model.mixture is None:
+        return None
+    routing = plan.model.mixture.routing
+    ops = [op.op for op in plan.ops if op.op.category == "experts"]
+    resident = sum(op.layers * op.resident_bytes for op in ops)
+    read = sum(op.layers * op.read_bytes for op in ops)
+    return {
+        "experts": routing.experts,
+        "experts_per_token": routing.top_k,
+        "experts_read_per_step": routing.experts * read / resident,
+        "resident_bytes": resident,
+        "read_bytes_per_step": read,
+        "read_share": read / resident,
+    }
+
+
 def ridge(profile: HardwareProfile, plan: Plan) -> float:
     """Arithmetic intensity in FLOPs per byte at which HBM feeds the peak compute rate."""
     return profile.compute[plan.model.dtype].peak / profile.hbm_bytes_per_s
@@ -191,7 +213,7 @@ def _profile_dict(plan: Plan) -> dict[str, Any]:
         "description": profile.description,
         "device": profile.device,
         "device_name": profile.device_name,
-        "why_no_kernels": why_no_kernels(profile),
+        "why_no_kernels": plan.why_no_kernels,
         "provenance": {"kind": source.kind, "date": source.date, "source": source.source},
         "sms": profile.sms,
         "hbm_bytes_per_s": profile.hbm_bytes_per_s,

@@ -118,9 +118,11 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
     if not 1 / SAME < rate.peak / at_batch < SAME:
         peaks.append(("compute at this batch", at_batch))
     picture.draw_roofs(axes, slopes, peaks, plan.profile.hbm_bytes_per_s)
-    shapes = {"linear": ("o", VERMILION), "attention": ("D", ORANGE)}
+    shapes = {"linear": ("o", VERMILION), "experts": ("s", BLUE), "attention": ("D", ORANGE)}
     for category, (marker, colour) in shapes.items():
         alike = [point for point in found if point.category == category]
+        if not alike:
+            continue
         axes.plot(
             [point.intensity for point in alike], [point.flops_per_s for point in alike],
             marker, ms=7, mfc=colour, mec="black", mew=0.7, alpha=0.85, zorder=5,

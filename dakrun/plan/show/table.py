@@ -17,6 +17,7 @@ from dakrun.plan.run_time import RunForecast
 from dakrun.plan.show.answer import answer_rows
 from dakrun.plan.show.json import (
     bound_figures,
+    experts_figures,
     kv_figures,
     op_eb,
     op_format,
@@ -137,6 +138,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
     return [
         ("model", f"{model.name}, {model.dtype}, {format_bytes(plan.weight_bytes)} of weights"),
         *_format_rows(plan),
+        *_experts_rows(plan),
         (
             "workload",
             f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
@@ -182,6 +184,20 @@ def _format_rows(plan: Plan) -> list[tuple[str, str]]:
         *(("not applied", f"{what}: products read the weights alone")
           for what in [" and ".join(quantization.unapplied)] if what),
     ]  # fmt: skip
+
+
+def _experts_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The experts that a step is expected to read, if the model has any."""
+    found = experts_figures(plan)
+    if found is None:
+        return []
+    rows = plan.workload.batch_size
+    text = (
+        f"{found['experts']} in a layer, {found['experts_per_token']} for a token; a step of "
+        f"{rows} row{'s' * (rows > 1)} is expected to read {found['experts_read_per_step']:.1f}, "
+        f"{format_bytes(found['read_bytes_per_step'])} of {format_bytes(found['resident_bytes'])}"
+    )
+    return [("experts", text)]
 
 
 def _prefill_text(forecast: Forecast) -> str:
