@@ -20,6 +20,7 @@ from dakrun.kernels.attention import (
     kv_blocks,
     splitk_flash_attn,
 )
+from dakrun.kernels.runtime import held_card
 from dakrun.launches import TierAccess
 
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=64 * 1024))
@@ -80,11 +81,11 @@ class Case:
         sms: int,
         mixed: bool = False,
         reads_spilled: bool = False,
-        card: Card = H200,
+        card: Card | None = None,
     ) -> AttentionConfig:
         """With slots in as many `tiers`, or all in the first; the second may be `mixed` with it.
 
-        For `sms` SMs of the `card`.
+        For `sms` SMs of the `card`, by default that to which launches are held, or an H200.
         """
         tiers = tiers or (len(self.lengths),)
         access = (ACCESS[0], dataclasses.replace(ACCESS[1], mixed=mixed))
@@ -92,7 +93,7 @@ class Case:
             self.shape,
             tiers,
             access[: len(tiers)],
-            card=dataclasses.replace(card, sms=sms),
+            card=dataclasses.replace(card or held_card() or H200, sms=sms),
             capacity=8,
             reads_spilled=reads_spilled,
         )

@@ -17,6 +17,7 @@ from dakrun.bench.output import Record, as_text
 from dakrun.cli import main
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, load_profile
+from dakrun.kernels.runtime import gpu_name
 from dakrun.memory.tiers import allocate_tiers
 
 PROFILE = load_profile("h200-pcie5")
@@ -117,7 +118,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def check_measured(found: Record, operand: str, times: tuple[str, ...]) -> None:
     """Invariants of any TINY sweep with units in host memory; `times` are keys of its rows."""
-    assert found.head["device"] == torch.cuda.get_device_name()
+    assert found.head["device"] == gpu_name()
     assert list(found.head["ceilings_bytes_per_s"]) == [LOCAL, "host"]
     for row in found.rows:
         read = row[f"{operand}_bytes"]

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dakrun.hardware import Card
+from dakrun.kernels.runtime import card_of
 
 H200 = Card.of("9.0", sms=132)
 PORTABLE = Card.of("10.0", sms=132)  # without wgmma
@@ -17,6 +19,12 @@ SMALL = Card.of("12.0", sms=188)  # 100 KiB an SM, no clusters
 def hopper(sms: int, **changes: Any) -> Card:
     """A Hopper with `sms` SMs, as many clusters as an H200, and `changes`."""
     return replace(H200, sms=sms, **changes)
+
+
+def here(sms: int = 0, **changes: Any) -> Card:
+    """The card of torch's current GPU, or that to which it is held, with `sms` SMs."""
+    card = card_of(torch.device("cuda", torch.cuda.current_device()))
+    return replace(card, sms=sms or card.sms, **changes)
 
 
 def hold_to(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

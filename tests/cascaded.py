@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from attended import Case
-from cards import H200
 
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import Card
@@ -24,7 +23,7 @@ def check_cascade(
     remote: bool = False,
     device: torch.device | None = None,
     sms: int = 5,
-    card: Card = H200,
+    card: Card | None = None,
 ) -> None:
     """Rows of `lengths`; each of `groups` (first row, rows, blocks) shares its first blocks.
 

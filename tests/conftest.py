@@ -1,5 +1,5 @@
-"""Skips tests marked `gpu` where torch sees no CUDA GPU; gives every test an empty cache folder;
-prints what the compiler said of the kernels.
+"""Skips tests marked `gpu` where torch sees no CUDA GPU, and holds them to --limits where it does;
+gives every test an empty cache folder; prints what the compiler said of the kernels.
 
 torch is imported only if such tests were collected: the pure tests start without it.
 """
@@ -7,7 +7,7 @@ torch is imported only if such tests were collected: the pure tests start withou
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--limits",
+        metavar="CAPABILITY",
+        help="hold the GPU of tests marked gpu to the limits of a compute capability, such as 12.0",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test on a GPU, its fixtures included, under --limits."""
+    limits = item.config.getoption("--limits")
+    if limits is None or not item.get_closest_marker("gpu"):
+        return (yield)
+    import torch
+    from cards import here
+
+    from dakrun.kernels.runtime import held_to
+
+    if not torch.cuda.is_available():
+        return (yield)
+    with held_to(here().limited_to(limits)):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cards import hopper
+from cards import here
 
 from dakrun.formats import PACKED16
 from dakrun.geometry import row_block_count
@@ -72,7 +72,7 @@ class Linear:
     ) -> torch.Tensor:
         splits = [part.split for part in self.weight.parts]
         cols = self.weight.shape[1] if norm == "none" else 0
-        config = gemm_config(x.shape[0], splits, self.access, card=hopper(self.sms), cols=cols)
+        config = gemm_config(x.shape[0], splits, self.access, card=here(self.sms), cols=cols)
         return splitk_gemm(
             x, self.weight, config, out, norm=norm, workspace=workspace(config), **options
         )
@@ -98,7 +98,7 @@ def linear(
     """A weight with `row_blocks` in HBM, page-locked and a peer's memory; by default all in HBM."""
     dense, row_blocks = weight_of(m, k, dtype), row_blocks or (row_block_count(m),)
     access, sms = access[: len(row_blocks)], sms or all_sms()
-    splits = split_row_blocks(row_blocks, access, card=hopper(sms, even_waves=even_waves))
+    splits = split_row_blocks(row_blocks, access, card=here(sms, even_waves=even_waves))
     parts, first = [], 0
     for tier, split in zip(TIERS[: len(splits)], splits, strict=True):
         (data,) = PACKED16.pack(dense[8 * first : 8 * (first + split.row_blocks)], split)

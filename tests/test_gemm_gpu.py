@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cards import hopper
+from cards import here
 from packed_linear import ACCESS, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import (
     CHAIN,
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused(m: int, k: int, change: dict[str, Any], me
     for name in {"x", "out", "residual"} & set(given):
         rows, cols, device = (*given[name], "cuda")[:3]
         given[name] = torch.zeros(rows, cols, dtype=torch.float16, device=device)
-    splits = split_row_blocks((row_block_count(m),), ACCESS[:1], card=hopper(given["config"]))
-    given["config"] = gemm_config(8, splits, ACCESS[:1], card=hopper(given["config"]))
+    splits = split_row_blocks((row_block_count(m),), ACCESS[:1], card=here(given["config"]))
+    given["config"] = gemm_config(8, splits, ACCESS[:1], card=here(given["config"]))
     with pytest.raises(ValueError, match=message):
         splitk_gemm(weight=run.weight, **given)

@@ -20,7 +20,7 @@ from dakrun.geometry import (
 )
 from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
-from dakrun.kernels.runtime import card_of, jit
+from dakrun.kernels.runtime import card_of, gpu_name, jit
 from dakrun.probe.congestion import PER_SM, grouped
 from dakrun.probe.gpu import GpuProbe, measure_gpu, measured_variants
 from dakrun.probe.measurement import (
@@ -251,7 +251,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     compiled = [path.name for path in folder.iterdir() if not path.name.startswith("bandwidth-")]
     assert len(compiled) == len(ahead), "all of them ahead, and no more"
     assert HardwareProfile.from_toml(profile.to_toml(), source="quick") == profile
-    assert (profile.device, profile.device_name) == ("cuda", torch.cuda.get_device_name())
+    assert (profile.device, profile.device_name) == ("cuda", gpu_name())
     shows_what_the_method_rests_on(profile)
     linear, attention = profile.linear, profile.attention
     assert linear.rows == QUICK.rows and attention.rows == QUICK.slots

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import here
 from packed_linear import Linear, all_sms, linear, normal, poisoned, same_bits, written
 from product_checks import CHAIN, FEW_SMS, chain, check, check_shapes, placements, run_of_chain
 
@@ -17,7 +18,7 @@ from dakrun.geometry import TILED_THREADS, TILED_WIDE_TILES, TILED_X_TILES, row_
 from dakrun.hardware import BARRIER_BYTES, Card
 from dakrun.kernels.gemm import StreamKWorkspace, tiled_gemm
 from dakrun.kernels.gemm.tiled import SOURCE, defines
-from dakrun.kernels.runtime import DTYPES, card_of, kernel
+from dakrun.kernels.runtime import DTYPES, kernel
 from dakrun.launches import (
     Launch,
     Shape,
@@ -32,10 +33,6 @@ from dakrun.launches import (
 
 pytestmark = pytest.mark.gpu
 ROWS = (33, 64, 65, 100, 128, 129, 256, 300, 512, 1000, 4096)
-
-
-def here() -> Card:
-    return card_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 class Shared:
