@@ -413,7 +413,9 @@ class SamplingParams:
         refuse_unsupported(other, _NEUTRAL, [field.name for field in fields(self)])
         logprobs = _count_of_likeliest("logprobs", logprobs)
         prompt_logprobs = _count_of_likeliest("prompt_logprobs", prompt_logprobs)
-        least = 1 if prompt_logprobs is None else 0
+        if max_tokens == 0 and prompt_logprobs is None:
+            least = "at least 1, or 0 with prompt_logprobs (with echo in a Batch row)"
+            raise invalid_value("max_tokens", max_tokens, least)
         top_k = check_count("top_k", top_k, -1)
         seed = check_count("seed", 0 if seed is None else seed, 0)
         n = check_count("n", n)
@@ -429,7 +431,7 @@ class SamplingParams:
         if not isinstance(ignore_eos, bool):
             raise invalid_value("ignore_eos", ignore_eos, "a bool")
         values = {
-            "max_tokens": check_count("max_tokens", max_tokens, least, or_one_of=(None,)),
+            "max_tokens": check_count("max_tokens", max_tokens, 0, or_one_of=(None,)),
             "temperature": check_number("temperature", temperature, 0.0, 100.0),
             "top_k": max(0, top_k),
             "top_p": top_p,

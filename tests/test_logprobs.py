@@ -290,3 +290,24 @@ def test_choices_of_native_rows(tmp_path: Path) -> None:
 def test_rows_without_new_tokens_need_scores(tmp_path: Path) -> None:
     (bad,) = run_rows([{"prompt": "one", "max_tokens": 0}], tmp_path)
     assert bad["error"]["code"] == "invalid_field" and "max_tokens is 0" in bad["error"]["message"]
+    assert "at least 1, or 0 with prompt_logprobs" in bad["error"]["message"]
+
+
+def test_perplexities_of_a_file(tmp_path: Path) -> None:
+    """As the README takes them from results; the summary counts the prompts' tokens."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = [task.prompt(a, b) for a, b in ((47, 85), (3, 4), (90, 90))]
+    rows = [{"prompt": text, "max_tokens": 0, "prompt_logprobs": 0} for text in texts]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    options = ["-i", str(source), "-o", str(out), "--device", "cpu", "--dtype", "float32"]
+    result = CliRunner().invoke(main, ["generate", "--model", str(MODEL), *options, "--ordered"])
+    assert result.exit_code == 0 and " prompt tokens/s" in result.stderr
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    with LLM(MODEL, device="cpu", dtype="float32", batch_size=1) as llm:
+        assert llm.rules.tokenizer is not None
+        prompts = [torch.tensor([llm.rules.tokenizer.encode(text)]) for text in texts]
+    for line, ids in zip(out.read_text().splitlines(), prompts, strict=True):
+        scores = [one["logprob"] for one in json.loads(line)["prompt_logprobs"][1:]]
+        with torch.no_grad():
+            loss = model(ids, labels=ids).loss.item()
+        assert -sum(scores) / len(scores) == pytest.approx(loss, abs=1e-3)

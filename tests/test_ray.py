@@ -370,3 +370,21 @@ def test_a_pipeline_of_ray_data(cluster: str) -> None:
 def test_a_processor_gives_one_completion_a_row() -> None:
     with pytest.raises(UsageError, match="n is 2"):
         DakrunProcessor(str(MODEL), params=SamplingParams(n=2))
+
+
+def test_a_processor_scores_prompts(cluster: str) -> None:
+    """Its params may ask for no new token; a column of rows for several choices."""
+    rows = [{"prompt": "one plus two", "n": 1}, {"prompt": "three", "n": 2, "max_tokens": 3}]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    data = ray.data.from_items(rows).map_batches(
+        DakrunProcessor,
+        fn_constructor_kwargs={"model": str(MODEL), "params": params, "dtype": "float32"},
+        compute=ray.data.ActorPoolStrategy(size=1),
+        batch_format="pyarrow",
+    )
+    one, several = sorted(data.take_all(), key=lambda row: row["n"])
+    assert (list(one["token_ids"]), one["finish_reason"], one["choices"]) == ([], "length", None)
+    assert one["prompt_logprobs"][0] is None and len(one["prompt_logprobs"][1]["top"]) == 1
+    assert len(one["prompt_logprobs"]) == one["usage"]["prompt_tokens"]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1]
+    assert len(several["choices"][0]["token_ids"]) > 0

@@ -53,12 +53,12 @@ class DakrunProcessor:
     as a batch is done its results are given, while those of others go on.
 
     Columns of a batch are fields of native rows (requests/README.md): `prompt`, `prompt_token_ids`
-    or `messages`, and `id`, `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`,
-    `ignore_eos`, `logprobs`, each optional, also row by row (null). `params` are for those that a
-    row lacks. Results have the columns of the batch, then `text`, `token_ids`, `finish_reason`,
-    `usage`, `error` (`code` and `message` of a row that cannot be run), `logprobs` and `tool_calls`
-    (null where there are none); these replace columns of the same names. Noise of sampled rows
-    follows from their seed and id; without ids, from their fields and their place in the batch.
+    or `messages`, and `id`, `max_tokens`, `temperature` and the others, each optional, also row by
+    row (null). `params` are for those that a row lacks. Results have the columns of the batch, then
+    those of a Parquet output (without `id`), null where there are none; `error` has the `code` and
+    `message` of a row that cannot be run. They replace columns of the same names. Noise of sampled
+    rows follows from their seed and id; without ids, from their fields and their place in the
+    batch.
 
     `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`,
     and `started`, with which the chat template of every actor stamps the same date;
@@ -76,11 +76,9 @@ class DakrunProcessor:
         self._problem: BaseException | None = None
         self._ended = False
         if self._params.n > 1:
-            raise UsageError(
-                f"n is {self._params.n}", hint="a row has one completion; repeat rows for more"
-            )
+            raise UsageError(f"n is {self._params.n}", hint="give rows a column n")
         if self._params.max_tokens is not None:
-            options.setdefault("expected_tokens", self._params.max_tokens)
+            options.setdefault("expected_tokens", max(1, self._params.max_tokens))
 
         def make() -> LLM:
             return load_on_node(model, run_options(options), memory_sharers=workers)

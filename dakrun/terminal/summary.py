@@ -60,7 +60,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             _tokens(requests) + _valid(requests) + _capped(requests["capped"], report["plan"]),
         ),
         ("time", _times(times)),
-        ("throughput", f"{report['tokens_per_s'] or 0:,.1f} tokens/s" + _share(report)),
+        ("throughput", _throughput(report) + _share(report)),
     ]
 
 
@@ -112,6 +112,14 @@ def _tokens(requests: Mapping[str, Any]) -> str:
         f"{requests['finished']} finished, {requests['prompt_tokens']} prompt and "
         f"{counted(requests['new_tokens'], 'new token')}"
     )
+
+
+def _throughput(report: Mapping[str, Any]) -> str:
+    """New tokens per second; where prompts are only scored, their tokens."""
+    scored, wall_s = report["requests"]["prompt_tokens"], report["time"]["wall_s"]
+    if report["requests"]["new_tokens"] or not scored or not wall_s:
+        return f"{report['tokens_per_s'] or 0:,.1f} tokens/s"
+    return f"{scored / wall_s:,.1f} prompt tokens/s"
 
 
 def _times(times: Mapping[str, Any]) -> str:
