@@ -22,7 +22,7 @@ PROMPTS = [task.prompt(a, b) for a, b in ((3, 4), (5, 6), (17, 25), (8, 9))]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 COLUMNS = [
     *("id", "text", "token_ids", "finish_reason", "usage", "error"),
-    *("logprobs", "tool_calls", "choices", "prompt_logprobs"),
+    *("logprobs", "tool_calls", "valid", "choices", "prompt_logprobs"),
 ]
 
 
