@@ -126,6 +126,14 @@ def test_a_request_that_resumes_goes_on_behind_its_tokens(
     step.choose(NO_TOKEN)  # logits that are not finite end the request
     step.position += 5
     step.allowed()
+    early = Gpu(log, 1, writer.begin(1, choice(grammars, "he").guide(), 7), 7)
+    early.choose(NO_TOKEN)  # before the mask is there: the thread may miss it
+    writer.announce()
+    early.position -= 1
+    early.allowed()
+    early.position += 1
+    writer.release_failed([(0, [4]), (1, [NO_TOKEN])])
+    assert not early.waits
     writer.release_all()
 
 

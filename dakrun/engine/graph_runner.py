@@ -162,7 +162,10 @@ class GraphRunner:
         self._last = launched
         logprobs = launched.chosen.collect().logprobs if launched.chosen else ()
         scores = launched.scores.collect() if launched.scores else ()
-        return Accepted(self._decode.logged(launched.step), logprobs, scores)
+        tokens = self._decode.logged(launched.step)
+        slots = (row.slot for row in launched.step.rows)
+        self._masks.release_failed(zip(slots, tokens, strict=True))
+        return Accepted(tokens, logprobs, scores)
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""

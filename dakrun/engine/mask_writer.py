@@ -8,6 +8,7 @@ kernel that waits for the thread.
 
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,15 @@ class MaskWriter:
             self._device_turn.fill_(self._turn)
             self._reached.copy_(self._device_turn, non_blocking=True)
 
+    def release_failed(self, chosen: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Release the slots among `chosen`, with their new tokens, that got no token.
+
+        The thread may not know of them: if logits are not finite, the kernel waits for no mask.
+        """
+        if self._guided:
+            for slot in [slot for slot, tokens in chosen if tokens and tokens[0] < 0]:
+                self.release(slot)
+
     def release(self, slot: int) -> None:
         """Let no step wait for the slot's masks; they are no longer written."""
         if slot in self._guided or slot in self._begun:
@@ -154,7 +164,8 @@ class MaskWriter:
             first = {slot: one for slot, one in self._begun.items() if one.turn <= reached}
             for slot in first:
                 self._guided[slot] = self._begun.pop(slot)
-        self._write(guides, first)
+        if first:
+            self._write(guides, first)
         return bool(first)
 
     def _go_on(self, guides: ParallelGuides) -> bool:
@@ -178,25 +189,33 @@ class MaskWriter:
         """Write the masks of `next_ones`, then their counters, where they are still guided."""
         guides.fill({slot: one.guide for slot, one in next_ones.items()}, self._bits)
         with self._lock:
-            for slot, one in next_ones.items():
-                if self._guided.get(slot) is not one:
-                    continue
-                if one.guide.is_free:
-                    self._end(slot)
-                    self._counters[slot] = END_WAITS
-                else:
-                    self._log[self._place(slot, one)] = NOT_YET
-                    self._counters[slot] = one.base + one.position
+            live = self._live(next_ones)
+            self._log[self._places(live)] = NOT_YET
+        # A release and an acquire lie between masks and counters: a processor that reorders stores
+        # (Arm) lets the GPU see them in this order.
+        with self._lock:
+            live = self._live(next_ones)
+            for slot in [slot for slot, one in live.items() if one.guide.is_free]:
+                self._end(slot)
+                self._counters[slot] = END_WAITS
+                del live[slot]
+            slots = np.fromiter(live, dtype=np.int64, count=len(live))
+            self._counters[slots] = [one.base + one.position for one in live.values()]
             self._watched = None
+
+    def _live(self, some: dict[int, _Guided]) -> dict[int, _Guided]:
+        """Those of `some` that are still guided."""
+        return {slot: one for slot, one in some.items() if self._guided.get(slot) is one}
 
     def _watch(self) -> tuple[list[tuple[int, _Guided]], np.ndarray]:
         """The slots that wait for tokens, and where the log gets these; kept until they change."""
         with self._lock:
-            waiting = list(self._guided.items())
-            places = np.array([self._place(slot, one) for slot, one in waiting], dtype=np.int64)
-            self._watched = waiting, places
-        return waiting, places
+            self._watched = list(self._guided.items()), self._places(self._guided)
+            return self._watched
 
-    def _place(self, slot: int, one: _Guided) -> int:
-        """Where the log gets the token of its position."""
-        return slot * self._depth + (one.position - 1) % self._depth
+    def _places(self, some: dict[int, _Guided]) -> np.ndarray:
+        """Where the log gets the tokens of their positions."""
+        places = (
+            slot * self._depth + (one.position - 1) % self._depth for slot, one in some.items()
+        )
+        return np.fromiter(places, dtype=np.int64, count=len(some))
