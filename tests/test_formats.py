@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from cards import H200
+from cards import H200, PORTABLE
 
 from dakrun.engine import Staging, staged_bytes
-from dakrun.formats import PACKED16, Array, KVLayout, Rows, Split, WeightFormat
+from dakrun.formats import PACKED16, Array, KVLayout, Quantised, Rows, Split, WeightFormat
 from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_X_TILES
-from dakrun.hardware import LOCAL
+from dakrun.hardware import LOCAL, Card
 from dakrun.kernels import gemm, reference, variants
 from dakrun.kernels.attention import KVShape
 from dakrun.memory.matrix import TieredMatrix, allocated_bytes
@@ -113,16 +113,23 @@ def test_the_plan_counts_all_arrays() -> None:
     assert op.arithmetic_intensity == 2 * 2 * 48 * 128 / (48 * 132 + 2 * 2 * (128 + 48))
 
 
-def test_kernels_are_compiled_for_each_format() -> None:
+@pytest.mark.parametrize("card", [H200, PORTABLE])
+def test_kernels_are_compiled_for_each_format(card: Card) -> None:
+    """Elements of fewer bits need no norms, and no tiles of more than 16 rows of X."""
     rows = [8 * tiles for tiles in SPLITK_X_TILES]
+    layout = Quantised("int4", 128)
     one, both = (
-        variants(torch.float16, rows, H200, head_dim=64, formats=formats)
-        for formats in ([PACKED16], [PACKED16, INT8])
+        variants(torch.float16, rows, card, head_dim=64, formats=formats)
+        for formats in ([PACKED16], [PACKED16, layout])
     )
-    reading = ("splitk_gemm.cu", "tiled_gemm.cu", "embed.cu")
-    more = [(source, {**macros, "INT8": 1}) for source, macros in one if source in reading]
-    assert len(both) == len(one) + len(more) > len(one)
-    assert all(variant in both for variant in [*one, *more])
+    more = [variant for variant in both if variant not in one]
+    assert len(both) == len(one) + len(more) and all(variant in both for variant in one)
+    assert all(macros.items() >= layout.macros.items() for _, macros in more)
+    sources = [source for source, _ in more]
+    many = "tiled_gemm.cu" if card.tiled else "unpack.cu"
+    assert {*sources} == {"splitk_gemm.cu", many, "embed.cu"}
+    sizes = [(m["TILES"], m["NORM"]) for source, m in more if source == "splitk_gemm.cu"]
+    assert sorted(sizes) == [(1, 0), (2, 0)]
 
 
 def test_kernels_take_parts_of_one_format_that_they_read(

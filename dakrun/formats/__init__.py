@@ -12,8 +12,13 @@ from dakrun.formats.split import Split, stretches
 from dakrun.formats.stored import Malformed, Stored
 from dakrun.formats.weight_format import Array, WeightFormat
 
-# The formats that kernels read. Kernels are compiled for each format.
-KERNEL_FORMATS: tuple[WeightFormat, ...] = (PACKED16,)
+# Formats that kernels read, of which tests compile all variants: of each kind of code the one that
+# most checkpoints have.
+KERNEL_FORMATS: tuple[WeightFormat, ...] = (
+    PACKED16,
+    Quantised("int4", 128),
+    Quantised("e4m3", 128, 4),
+)
 
 __all__ = [
     "KERNEL_FORMATS",

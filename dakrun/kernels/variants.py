@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from dakrun.formats import KERNEL_FORMATS, PACKED16, WeightFormat
-from dakrun.geometry import FEW_ROWS, HEAD_DIMS
+from dakrun.geometry import FEW_ROWS, HEAD_DIMS, SPLITK_MAX_ROWS
 from dakrun.hardware import ANY_ROWS, Card
 from dakrun.kernels.attention import prompt
 from dakrun.kernels.attention import splitk as attention
@@ -23,7 +23,8 @@ from dakrun.kernels.runtime import operands
 from dakrun.kernels.select_token import SOURCE as SELECT_TOKEN
 from dakrun.kernels.store_kv import SOURCE as STORE_KV
 from dakrun.kernels.unpack import SOURCE as UNPACK
-from dakrun.launches import tiles_for
+from dakrun.kernels.unpack import defines as unpack_defines
+from dakrun.launches import splitk_rows, tiles_for
 
 Variant = tuple[str, dict[str, int]]  # a file of native/, and the macros of the variant
 
@@ -49,23 +50,19 @@ def variants(
     `unpack`, for torch. Weights have any of `formats`.
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
-    few = {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
-    skinny = [
-        (gemm.SOURCE, macros)
-        for x_tiles, norm in sorted(few, reverse=True)
-        for macros in gemm.defines_of_tiers(dtype, x_tiles, norm, mixes=mixes)
-    ]
-    tiled = tiled_gemm.all_defines(dtype, wgmma=card.has_wgmma)
-    many = [(tiled_gemm.SOURCE, macros) for macros in tiled]
-    formats = list(formats)
+    formats, rows = list(formats), list(rows)
     return [
-        *_of_formats(many if card.tiled else (), formats),
-        *_of_formats([(UNPACK, {})] if card.tiled_rows < ANY_ROWS else (), formats),
+        *(variant for stored in formats if card.tiled for variant in _tiled(dtype, card, stored)),
+        *(_unpack(dtype, stored) for stored in formats if card.tiled_rows < ANY_ROWS),
         *_attention(dtype, head_dim, card, group, reads_spilled=spills, head_norms=head_norms),
-        *_of_formats(skinny, formats),
+        *(
+            variant
+            for stored in formats
+            for variant in _splitk(dtype, _sizes(rows, stored), stored, mixes=mixes)
+        ),
         (COPY_BLOCKS, {}),
         *_small(dtype),
-        *_of_formats([(EMBED, operands.defines(dtype))], formats),
+        *(_embed(dtype, stored) for stored in formats),
     ]
 
 
@@ -119,12 +116,15 @@ def all_variants(arch: str) -> list[Variant]:
     """Every variant of every kernel for `arch`, one of runtime.ARCHITECTURES."""
     card = Card.of(f"{arch[3:-2]}.{arch[-2]}", sms=1)
     found: list[Variant] = [(BANDWIDTH, {}), (COPY_BLOCKS, {})]
-    reading: list[Variant] = [(UNPACK, {})]  # weights
     for dtype in operands.DTYPES:
-        tiled = tiled_gemm.all_defines(dtype, wgmma=card.has_wgmma)
-        reading += ((tiled_gemm.SOURCE, macros) for macros in tiled)
-        reading += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
-        reading.append((EMBED, operands.defines(dtype)))
+        for stored in KERNEL_FORMATS:
+            found += _tiled(dtype, card, stored)
+            if stored == PACKED16:
+                found += ((gemm.SOURCE, macros) for macros in gemm.all_defines(dtype))
+            else:
+                rows = range(1, SPLITK_MAX_ROWS + 1)
+                found += _splitk(dtype, _sizes(rows, stored), stored, mixes=True)
+            found += [_unpack(dtype, stored), _embed(dtype, stored)]
         for head_dim in HEAD_DIMS:
             found += _attention(dtype, head_dim, card, 8, 16)
             found += (
@@ -140,12 +140,43 @@ def all_variants(arch: str) -> list[Variant]:
                 for reads_spilled in (False, True)
             )
         found += _small(dtype)
-    return [*_of_formats(reading, KERNEL_FORMATS), *found]
+    return list({(source, *macros.items()): (source, macros) for source, macros in found}.values())
 
 
-def _of_formats(found: Iterable[Variant], formats: Iterable[WeightFormat]) -> list[Variant]:
-    """Variants of kernels that read weights, for each of `formats`."""
-    return [(source, {**macros, **stored.macros}) for source, macros in found for stored in formats]
+# The variants of kernels that read weights, in a format.
+
+
+def _tiled(dtype: torch.dtype, card: Card, stored: WeightFormat) -> list[Variant]:
+    every = tiled_gemm.all_defines(dtype, wgmma=card.has_wgmma, format=stored)
+    return [(tiled_gemm.SOURCE, macros) for macros in every]
+
+
+def _splitk(
+    dtype: torch.dtype, sizes: Iterable[tuple[int, bool]], stored: WeightFormat, *, mixes: bool
+) -> list[Variant]:
+    """Of `sizes`: tiles of X, and whether it is normalized."""
+    return [
+        (gemm.SOURCE, {**macros, **stored.macros})
+        for x_tiles, norm in sorted(sizes, reverse=True)
+        for macros in gemm.defines_of_tiers(dtype, x_tiles, norm, mixes=mixes)
+    ]
+
+
+def _sizes(rows: Iterable[int], stored: WeightFormat) -> set[tuple[int, bool]]:
+    """Tiles of X and whether it is normalized, for the launches of products of any of `rows`."""
+    if stored == PACKED16:
+        return {(tiles_for(n), norm) for n in rows for norm in (False, n <= FEW_ROWS)}
+    most = splitk_rows(stored.atom_bytes)
+    launched = {part for n in rows for part in (min(n, most), n % most or most)}
+    return {(tiles_for(n), False) for n in launched}
+
+
+def _unpack(dtype: torch.dtype, stored: WeightFormat) -> Variant:
+    return UNPACK, unpack_defines(dtype, stored)
+
+
+def _embed(dtype: torch.dtype, stored: WeightFormat) -> Variant:
+    return EMBED, {**operands.defines(dtype), **stored.macros}
 
 
 def _small(dtype: torch.dtype) -> list[Variant]:
