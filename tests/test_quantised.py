@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from dakrun.config import SamplingParams
 from dakrun.engine import tier_accesses
 from dakrun.errors import CannotRun, UsageError
-from dakrun.formats import Quantised, Rows
+from dakrun.formats import QuantisedRows, Rows
 from dakrun.llm import LLM
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.plan import Policy
@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
         }
         for op, modules in stored.items():
             matrix = llm.engine.runner.weights.matrices[f"layers.{layer}.{op}"]
-            assert isinstance(matrix.format, Quantised)
+            assert isinstance(matrix.format, QuantisedRows)
             assert {part.tier for part in matrix.parts} == {"hbm", "host"}
             assert torch.equal(matrix.dense(), torch.cat([m.weight.data for m in modules]))
     assert tokens_of(llm) == expected(model)
@@ -138,9 +138,9 @@ def test_layers_may_mix_formats(tmp_path: Path) -> None:
     model = save(tmp_path, settings, write)
     llm = llm_of(tmp_path)
     codes = {
-        op.op.name: stored.code
+        op.op.name: stored.layout.code
         for op in llm.plan.weights()
-        if isinstance(stored := op.op.stored(), Quantised)
+        if isinstance(stored := op.op.stored(), QuantisedRows)
     }
     assert codes == {"qkv": "e4m3", "o": "e4m3", "gate_up": "int4", "down": "int4"}
     assert tokens_of(llm) == expected(model)
@@ -150,7 +150,7 @@ def test_dummy_weights_take_the_same_formats(tmp_path: Path) -> None:
     save(tmp_path, *FORMATS["awq"])
     llm = LLM(tmp_path, device="cpu", batch_size=3, load_format="dummy", policy=POLICY)
     matrix = llm.engine.runner.weights.matrices["layers.0.down"]
-    assert isinstance(matrix.format, Quantised) and matrix.format.zeros
+    assert isinstance(matrix.format, QuantisedRows) and matrix.format.layout.zeros
     assert matrix.dense().float().std().item() == pytest.approx(0.02, rel=0.1)
     here = llm.engine.runner.weights
     whole = Policy(offload_ratio=0.0)

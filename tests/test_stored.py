@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantised import FORMATS
 
-from dakrun.formats import Split
+from dakrun.formats import QuantisedRows, Split
 from dakrun.formats.device_layout import Quantised
 from dakrun.formats.stored import Malformed, Stored
 from dakrun.geometry import ROWS_PER_BLOCK, row_block_count
@@ -44,18 +44,23 @@ def parts_of(
 def dense_of(
     stored: Stored, tensors: dict[str, torch.Tensor], dtype: str, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """The weight in `dtype`, decoded in pieces that begin anywhere, packed and read again."""
+    """The weight in `dtype`, decoded in pieces that begin anywhere, and read from both formats."""
     layout = stored.layout(dtype, shape[1])
-    pieces = []
+    pieces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for rows in (slice(0, 4), slice(4, 60), slice(60, shape[0])):
         parts = parts_of(stored, tensors, rows, shape)
         decoded = stored.decode(parts, rows, shape[1], layout)
-        split = Split(row_block_count(rows.stop - rows.start))
-        data = torch.zeros(split.row_blocks * layout.row_block_bytes(shape[1]), dtype=torch.uint8)
-        layout.write([data], split, 0, *decoded)
-        read = layout.read([data], split, shape[1], getattr(torch, dtype))
-        pieces.append(read[: rows.stop - rows.start])
-    return torch.cat(pieces)
+        count = rows.stop - rows.start
+        split = Split(row_block_count(count))
+        for format in (layout, QuantisedRows(layout)):
+            sizes = [array.nbytes(count) for array in format.arrays(shape[1])]
+            data = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+            format.write(data, split, 0, *decoded)
+            read = format.read(data, split, shape[1], getattr(torch, dtype))
+            pieces[format.for_kernels].append(read[:count])
+    found, packed = (torch.cat(pieces[for_kernels]) for for_kernels in (False, True))
+    assert torch.equal(found, packed)
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -6,6 +6,7 @@ Importing this folder imports no torch: functions that read or write elements im
 from dakrun.formats.device_layout import Quantised
 from dakrun.formats.kv import KVLayout
 from dakrun.formats.packed16 import PACKED16, Packed16
+from dakrun.formats.quantised_rows import QuantisedRows
 from dakrun.formats.quantization import Quantization
 from dakrun.formats.rows import Rows
 from dakrun.formats.split import Split, stretches
@@ -28,6 +29,7 @@ __all__ = [
     "Malformed",
     "Packed16",
     "Quantised",
+    "QuantisedRows",
     "Quantization",
     "Rows",
     "Split",

@@ -20,6 +20,7 @@ class Rows(WeightFormat):
     element_bytes: int
     name = "rows"
     for_kernels = False
+    is_view = True
 
     @property
     def packed(self) -> WeightFormat | None:

@@ -43,6 +43,7 @@ class WeightFormat(ABC):
 
     name: str
     for_kernels: ClassVar[bool]
+    is_view: ClassVar[bool] = False  # whether `read` gives a view of the arrays
     # Macros that select the code in native/ that turns stored bytes into operands.
     macros: ClassVar[Mapping[str, int]] = {}
 

@@ -145,12 +145,12 @@ class TieredMatrix:
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """All rows on `device`, part by part: rows of the matrix, and their elements [R, K].
 
-        Up to `elements` come together from a packed part whose row blocks follow each other.
+        Up to `elements` come together where elements are expanded and row blocks follow each other.
         """
         limit = max(1, elements // (ROWS_PER_BLOCK * self.shape[1]))
         for part, rows in self.rows:
             count = part.split.row_blocks
-            if not part.format.for_kernels or part.split.wave > 1 or count <= limit:
+            if part.format.is_view or part.split.wave > 1 or count <= limit:
                 if count:
                     yield rows, self.read(part, device)[: rows.stop - rows.start]
                 continue

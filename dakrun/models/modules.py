@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from dakrun.config import Activation, ModelConfig, NormKind
 from dakrun.errors import CannotRun
-from dakrun.formats import Quantised, Stored, WeightFormat
+from dakrun.formats import Quantised, QuantisedRows, Stored, WeightFormat
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ class Matrix(Operand):
         alike = all(source.stored == first.stored for source in self.sources)
         self.format = c.weight_format
         if alike and first.layout:
-            self.format, self.folded = first.layout, None
+            self.format, self.folded = QuantisedRows(first.layout), None
 
     @property
     def quantised(self) -> bool:

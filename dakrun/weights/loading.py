@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from dakrun.formats import Quantised
+from dakrun.formats import QuantisedRows
+from dakrun.formats.quantised_rows import dense
 from dakrun.hardware import Card
 from dakrun.interrupt import Workers
 from dakrun.launches import TierAccess, split_row_blocks
@@ -21,7 +22,7 @@ from dakrun.models.families import decoder_of
 from dakrun.models.modules import Matrix, Request, Source
 from dakrun.plan import Plan
 from dakrun.weights.folding import fold, interleave
-from dakrun.weights.parts import Decoded, expanded
+from dakrun.weights.parts import Decoded
 from dakrun.weights.streaming import reader_count
 
 OnLoad = Callable[[int, int], None]  # called with the bytes of matrices loaded so far, and of all
@@ -226,12 +227,12 @@ def _fill(
     streamed = source.stream(requests, device)
     for (matrix, piece), request, found in zip(jobs, requests, streamed, strict=True):
         dtype, alternate = to[matrix.name].dtype, for_kernels and matrix.interleaved
-        if isinstance(matrix.format, Quantised):
+        if isinstance(matrix.format, QuantisedRows):
             each = zip(*found, strict=True)  # codes, scales, ... of all sources
             piece.write(*(_joined(list(tensors), alternate=alternate) for tensors in each))
         else:
             plain = [
-                expanded(one.layout, rows, dtype) if one.layout else rows[0]
+                dense(one.layout, dtype, *rows) if one.layout else rows[0]
                 for (one, _), rows in zip(request, found, strict=True)
             ]
             rows = _joined(plain, alternate=alternate)

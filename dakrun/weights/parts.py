@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dakrun.errors import CannotRun
-from dakrun.formats import Malformed, Quantised, Split
+from dakrun.formats import Malformed
 from dakrun.formats.stored import SCALE_DTYPES, SCALES, Part
-from dakrun.geometry import row_block_count
 from dakrun.models.modules import Request, Source
 from dakrun.weights.streaming import Extent
 
@@ -105,16 +104,6 @@ def decoded(
                 kept.pop(source, None)
             found.append(_decoded(source, rows, parts))
         yield found
-
-
-def expanded(layout: Quantised, stored: Decoded, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [R, K] of `dtype` from decoded ones, for a matrix whose parts differ in format."""
-    codes = stored[0]
-    split = Split(row_block_count(len(codes)))
-    size = layout.nbytes(len(codes), codes.shape[1])
-    data = torch.empty(size, dtype=torch.uint8, device=codes.device)
-    layout.write([data], split, 0, *stored)
-    return layout.read([data], split, codes.shape[1], dtype)[: len(codes)]
 
 
 def _extents(source: Source, rows: slice, find: Find) -> Iterator[Extent]:
