@@ -5,12 +5,13 @@ Knows tokens and masks; knows neither rows nor devices.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from dakrun.grammars.compiling import Grammars
 from dakrun.grammars.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ALL = -1  # a word of a mask that allows its 32 tokens
 
@@ -93,7 +94,7 @@ class Guide:
         else:
             self._think(token)
 
-    def fill(self, mask: np.ndarray) -> None:
+    def fill(self, mask: "np.ndarray") -> None:
         """Write which tokens are allowed next."""
         if self._forced:
             mask[:] = 0
@@ -147,9 +148,9 @@ class Guide:
             self._forced = list(self._close)
 
 
-def _set(mask: np.ndarray, token: int) -> None:
-    mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+def _set(mask: "np.ndarray", token: int) -> None:
+    mask.view("uint32")[token // 32] |= 1 << token % 32
 
 
-def _clear(mask: np.ndarray, token: int) -> None:
-    mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+def _clear(mask: "np.ndarray", token: int) -> None:
+    mask.view("uint32")[token // 32] &= 2**32 - 1 - (1 << token % 32)

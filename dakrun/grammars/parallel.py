@@ -1,10 +1,12 @@
 """Many guides at once, on all cores, by llguidance's executor; other threads run meanwhile."""
 
 from collections.abc import Mapping, Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from dakrun.grammars.guide import Guide
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class ParallelGuides:
@@ -24,7 +26,7 @@ class ParallelGuides:
         if consuming:  # else the executor raises
             self._executor.consume_token_par(consuming)
 
-    def fill(self, guides: Mapping[int, Guide], masks: np.ndarray) -> None:
+    def fill(self, guides: Mapping[int, Guide], masks: "np.ndarray") -> None:
         """Write which tokens are allowed next to masks[number] of each guide.
 
         masks: int32 [n, ceil(vocabulary / 32)], contiguous.

@@ -19,6 +19,8 @@ from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
 from dakrun.kernels.normalize import SOURCE as NORMALIZE
 from dakrun.kernels.normalize_heads import SOURCE as NORMALIZE_HEADS
+from dakrun.kernels.route import SOURCE as ROUTE
+from dakrun.kernels.route import defines as route_defines
 from dakrun.kernels.runtime import operands
 from dakrun.kernels.select_token import SOURCE as SELECT_TOKEN
 from dakrun.kernels.store_kv import SOURCE as STORE_KV
@@ -139,7 +141,7 @@ def all_variants(arch: str) -> list[Variant]:
                 for group in (8, 16)
                 for reads_spilled in (False, True)
             )
-        found += _small(dtype)
+        found += [*_small(dtype), (ROUTE, route_defines(dtype))]
     return list({(source, *macros.items()): (source, macros) for source, macros in found}.values())
 
 

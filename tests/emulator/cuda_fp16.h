@@ -100,6 +100,11 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 inline float __uint_as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);

@@ -1,0 +1,139 @@
+"""The experts of each row, and the rows of each expert; wraps native/route.cu.
+
+experts.py has the same choice in plain torch.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from dakrun.config import Routing
+from dakrun.geometry import CHUNK
+from dakrun.kernels.runtime import jit, operands
+from dakrun.units import ceil_div
+
+SOURCE = "route.cu"
+WARPS, TILE_ROWS = 8, 32  # of a CTA, which computes logits of one expert a warp
+MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS = 512, 32, 32
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (
+        *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "places"),
+        *operands.pointers("logits", "chosen", "masks", "arrivals"),
+        *operands.ints("n", "hidden", "experts", "top_k", "groups", "top_groups"),
+        *operands.ints("sigmoid", "renormalized"),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The choices of up to N rows, k experts each, as pairs of an expert and a row, on one GPU.
+
+    Pairs are in the order of experts, those of an expert in the order of rows. `tokens`, int32
+    [N k], are their rows, `weights`, float32 [N k], those of their experts; `ends`, int32 [E], are
+    the numbers of pairs of the experts up to each. `places`, int32 [N, k], are the pairs of each
+    row, by ascending expert; -1 in rows without a request. `scratch` belongs to the kernel.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    ends: torch.Tensor
+    places: torch.Tensor
+    scratch: dict[str, torch.Tensor]
+
+    @classmethod
+    def allocate(cls, rows: int, routing: Routing, device: torch.device | str) -> "Routed":
+        """Room for up to `rows` rows."""
+        experts, top_k, tiles = routing.experts, routing.top_k, ceil_div(rows, TILE_ROWS)
+        pairs = torch.empty(2, rows * top_k, dtype=torch.int32, device=device)
+        scratch = {
+            "logits": torch.empty(rows, experts, dtype=torch.float32, device=device),
+            "chosen": torch.empty(rows, top_k, 2, dtype=torch.float32, device=device),
+            "masks": torch.empty(tiles, experts, 2, dtype=torch.float32, device=device),
+            "arrivals": torch.zeros(tiles + 1, dtype=torch.int32, device=device),
+        }
+        return cls(
+            pairs[0],
+            pairs[1].view(torch.float32),
+            torch.empty(experts, dtype=torch.int32, device=device),
+            torch.empty(rows, top_k, dtype=torch.int32, device=device),
+            scratch,
+        )
+
+
+def defines(dtype: torch.dtype) -> dict[str, int]:
+    """Macros of the variant for rows of `dtype`."""
+    sizes = {"ROUTE_WARPS": WARPS, "ROUTE_TILE_ROWS": TILE_ROWS, "ROUTE_MAX_EXPERTS": MAX_EXPERTS}
+    return operands.defines(dtype) | sizes
+
+
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    out: Routed,
+    *,
+    bias: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    ctas: int = 0,
+    pdl: bool = False,
+) -> Routed:
+    """Choose the experts of x [N, H], of 16 bits, by a router's weight [E, H] and bias [E].
+
+    Weight and bias are float32; sums are float32, with the same bits however many rows there are.
+    Rows with negative `lengths`, int32 [N], are without a request and choose none. The launch has
+    `ctas` CTAs at least. With `pdl` it may start before its predecessor ends. Returns `out`, which
+    has room for N rows. Raises ValueError if an operand has the wrong shape, dtype, device or
+    alignment, or for more experts, choices or groups than the kernel takes.
+    """
+    if x.dtype not in operands.DTYPES or x.dim() != 2 or not x.numel() or x.shape[1] % CHUNK:
+        raise ValueError(
+            f"expected x as [N, H] in 16 bits with H a multiple of {CHUNK}, got {list(x.shape)} "
+            f"of {x.dtype}"
+        )
+    if routing.experts > MAX_EXPERTS or routing.top_k > MAX_CHOSEN or routing.groups > MAX_GROUPS:
+        raise ValueError(
+            f"expected up to {MAX_EXPERTS} experts, {MAX_CHOSEN} a row, {MAX_GROUPS} groups"
+        )
+    (n, hidden), experts = x.shape, routing.experts
+    room = len(out.places)
+    wanted: dict[str, operands.Wanted] = {
+        "x": (x, (n, hidden), x.dtype),
+        "weight": (weight, (experts, hidden), torch.float32),
+        "bias": (bias, (experts,), torch.float32),
+        "lengths": (lengths, (n,), torch.int32),
+        "ends": (out.ends, (experts,), torch.int32),
+        "places": (out.places, (max(n, room), routing.top_k), torch.int32),
+    }
+    operands.check_operands(x.device, wanted)
+    if weight.data_ptr() % operands.ALIGNMENT:
+        raise ValueError(f"expected weight to be aligned to {operands.ALIGNMENT} bytes")
+    operands.check_gpu(x.device)
+    args = _Args(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=operands.address(bias),
+        lengths=operands.address(lengths),
+        tokens=out.tokens.data_ptr(),
+        weights=out.weights.data_ptr(),
+        ends=out.ends.data_ptr(),
+        places=out.places.data_ptr(),
+        **{name: scratch.data_ptr() for name, scratch in out.scratch.items()},
+        n=n,
+        hidden=hidden,
+        experts=experts,
+        top_k=routing.top_k,
+        groups=routing.groups,
+        top_groups=routing.top_groups,
+        sigmoid=routing.scores == "sigmoid",
+        renormalized=routing.renormalized,
+        scale=routing.scale,
+    )
+    needed = ceil_div(n, TILE_ROWS) * ceil_div(experts, WARPS)
+    kernel = jit.kernel(SOURCE, "route", defines(x.dtype))
+    shared = (4 * WARPS + TILE_ROWS) * experts
+    kernel.launch(max(needed, ctas), 32 * WARPS, args, shared_bytes=shared, pdl=pdl)
+    return out

@@ -1,0 +1,170 @@
+"""The router's kernel chooses as plain torch does, and lists the rows of each expert in order."""
+
+from typing import Any
+
+import pytest
+import torch
+from emulated import EmulatedKernel
+from packed_matrices import normal
+
+from dakrun.config import Routing
+from dakrun.kernels import experts
+from dakrun.kernels.route import SOURCE, Routed, defines, route
+from dakrun.kernels.runtime import DTYPES, jit
+
+SOFTMAX = {"scores": "softmax"}
+GROUPED = {"scores": "sigmoid", "biased": True, "groups": 8, "top_groups": 3, "scale": 2.5}
+CASES = [
+    (1, 8, 2, SOFTMAX),
+    (7, 128, 8, SOFTMAX),
+    (33, 60, 4, {**SOFTMAX, "renormalized": False}),
+    (32, 64, 8, GROUPED),
+    (70, 136, 5, {"scores": "sigmoid", "biased": True, "renormalized": False}),
+    pytest.param(4096, 128, 8, SOFTMAX, marks=pytest.mark.gpu),
+    pytest.param(4095, 512, 32, GROUPED, marks=pytest.mark.gpu),
+]
+
+
+def choices(out: Routed, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [n, k], ascending, and their weights; -1 and 0 in rows without a request.
+
+    Checks that the pairs of each expert are its rows, in order, and that places lead to them.
+    """
+    ends, places = out.ends.tolist(), out.places[:n].cpu()
+    tokens, weights = out.tokens[: ends[-1]].cpu(), out.weights[: ends[-1]].cpu()
+    counts = torch.tensor([b - a for a, b in zip([0, *ends], ends, strict=False)])
+    of_pairs = torch.arange(len(ends)).repeat_interleave(counts)
+    for rows in tokens.split(counts.tolist()):
+        assert rows.equal(rows.unique()), "each row once, ascending"
+    assert sorted(places[places >= 0].tolist()) == list(range(ends[-1]))
+    owner = torch.arange(n)[:, None].expand_as(places)
+    assert tokens[places[places >= 0]].equal(owner[places >= 0].int())
+    found = torch.where(places >= 0, of_pairs[places.clamp(min=0)], -1)
+    assert (found.diff(dim=1) > 0)[places[:, 0] >= 0].all()
+    return found, torch.where(places >= 0, weights[places.clamp(min=0)], 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "count", "top_k", "rule"), CASES)
+def test_it_chooses_as_plain_torch_does(
+    n: int, count: int, top_k: int, rule: dict[str, Any], dtype: torch.dtype, kernel_device: str
+) -> None:
+    rule = Routing(experts=count, top_k=top_k, **rule)
+    x = normal(n, 72, dtype=dtype, device=kernel_device)
+    weight = normal(count, 72, dtype=torch.float32, device=kernel_device)
+    bias = normal(count, dtype=torch.float32, device=kernel_device) if rule.biased else None
+    out = Routed.allocate(n + 3, rule, kernel_device)
+    for _ in range(2):  # counters are left as they were
+        assert route(x, weight, rule, out, bias=bias) is out
+        found, weights = choices(out, n)
+    logits = x.double() @ weight.double().T
+    wide = None if bias is None else bias.double()
+    chosen, wanted = experts.choose(logits, wide, rule)
+    order = chosen.sort(1)
+    assert (found == order.values.cpu()).all(1).float().mean() > 0.999
+    same = (found == order.values.cpu()).all(1)
+    expected = wanted.gather(1, order.indices).cpu().float()
+    torch.testing.assert_close(weights[same], expected[same], rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_others(kernel_device: str) -> None:
+    rule = Routing(experts=24, top_k=3)
+    x = normal(35, 40, dtype=torch.bfloat16, device=kernel_device)
+    weight = normal(24, 40, dtype=torch.float32, device=kernel_device)
+    together = choices(route(x, weight, rule, Routed.allocate(35, rule, kernel_device)), 35)
+    for row in (0, 9, 34):
+        alone = Routed.allocate(1, rule, kernel_device)
+        found, weights = choices(route(x[row : row + 1], weight, rule, alone), 1)
+        assert found[0].equal(together[0][row]) and weights[0].equal(together[1][row])
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_equal_scores_go_to_the_lowest_indexes(scores: Any, kernel_device: str) -> None:
+    """All rows choose the same experts; others have none."""
+    rule = Routing(experts=40, top_k=4, scores=scores)
+    x = torch.ones(34, 8, dtype=torch.float16, device=kernel_device)
+    weight = torch.zeros(40, 8, device=kernel_device)
+    weight[33], weight[38] = 0.5, -0.0
+    out = route(x, weight, rule, Routed.allocate(34, rule, kernel_device))
+    found, weights = choices(out, 34)
+    assert found.tolist() == [[0, 1, 2, 33]] * 34
+    assert out.ends.tolist() == [34, 68, *[102] * 31, *[136] * 7]
+    assert (weights[:, 3] > weights[:, 0]).all() and weights.sum(1).allclose(torch.ones(34))
+
+
+def test_the_best_groups_of_equal_ones_are_the_first(kernel_device: str) -> None:
+    """A group counts by its two best, not by its best alone."""
+    rule = Routing(
+        experts=24, top_k=4, scores="sigmoid", groups=6, top_groups=2, renormalized=False
+    )
+    x = torch.ones(1, 8, dtype=torch.float16, device=kernel_device)
+    weight = torch.zeros(24, 8, device=kernel_device)
+    weight[8] = 0.2  # alone in group 2
+    weight[[13, 15]] = 0.15  # both in group 3
+    out = route(x, weight, rule, Routed.allocate(1, rule, kernel_device))
+    assert choices(out, 1)[0].tolist() == [[8, 9, 13, 15]]
+    wanted = experts.choose(x.float() @ weight.T, None, rule)[0].sort(1).values
+    assert wanted.tolist() == [[8, 9, 13, 15]]
+
+
+def test_rows_without_a_request_choose_none(kernel_device: str) -> None:
+    rule = Routing(experts=16, top_k=2)
+    x = normal(40, 16, dtype=torch.bfloat16, device=kernel_device)
+    weight = normal(16, 16, dtype=torch.float32, device=kernel_device)
+    everyone = choices(route(x, weight, rule, Routed.allocate(40, rule, kernel_device)), 40)
+    lengths = torch.arange(40, dtype=torch.int32, device=kernel_device)
+    idle = torch.tensor([0, 3, 31, 32, 39])
+    lengths[idle], x[idle] = -1, torch.nan
+    out = Routed.allocate(40, rule, kernel_device)
+    found, weights = choices(route(x, weight, rule, out, lengths=lengths, ctas=9), 40)
+    others = [row for row in range(40) if row not in idle]
+    assert found[others].equal(everyone[0][others])
+    assert weights[others].equal(everyone[1][others])
+    assert (found[idle] == -1).all() and int(out.ends[-1]) == 2 * 35
+
+
+def test_a_row_of_nan_chooses_experts_all_the_same(kernel_device: str) -> None:
+    rule = Routing(experts=16, top_k=3)
+    x = normal(3, 16, dtype=torch.bfloat16, device=kernel_device)
+    x[1] = torch.nan
+    weight = normal(16, 16, dtype=torch.float32, device=kernel_device)
+    found, weights = choices(route(x, weight, rule, Routed.allocate(3, rule, kernel_device)), 3)
+    assert found[1].tolist() == [0, 1, 2] and weights[1].isnan().all()
+    assert weights[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 16)}, r"x as \[N, H\] in 16 bits"),
+        ({"x": torch.zeros(2, 12).half()}, "a multiple of 8"),
+        ({"weight": torch.zeros(8, 16).half()}, r"weight as \[8, 16\] of torch.float32"),
+        ({"weight": torch.zeros(8 * 16 + 1)[1:].view(8, 16)}, "weight to be aligned to 16 bytes"),
+        ({"bias": torch.zeros(9)}, r"bias as \[8\] of torch.float32"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths as \[2\]"),
+        ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), "cpu")}, r"places as \[2, 2\]"),
+        ({"routing": Routing(experts=520, top_k=2)}, "up to 512 experts"),
+        ({}, "current GPU"),
+    ],
+)
+def test_operands_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    rule = Routing(experts=8, top_k=2)
+    given = {
+        "x": torch.zeros(2, 16).half(), "weight": torch.zeros(8, 16), "routing": rule,
+        "out": Routed.allocate(2, rule, "cpu"),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        route(**(given | change))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ctas_arrive_in_any_order(seed: int, kernel_device: str) -> None:
+    rule = Routing(experts=40, top_k=3)
+    x = normal(67, 16, dtype=torch.bfloat16, device=kernel_device)
+    weight = normal(40, 16, dtype=torch.float32, device=kernel_device)
+    first = choices(route(x, weight, rule, Routed.allocate(67, rule, kernel_device)), 67)
+    kernel = jit.kernel(SOURCE, "route", defines(x.dtype))
+    if isinstance(kernel, EmulatedKernel):
+        kernel.seed, kernel.together = seed, 7
+    again = choices(route(x, weight, rule, Routed.allocate(67, rule, kernel_device)), 67)
+    assert again[0].equal(first[0]) and again[1].equal(first[1])
