@@ -247,7 +247,8 @@ def activation_bytes(
     It covers a pass of `chunk_tokens` on the kernels, and one of PREFILL_CHUNK_TOKENS in plain
     torch, which needs more memory per token. Plain torch chooses tokens with float32 copies of the
     logits; the kernels with tables of the requests that ask for penalties, which are made only for
-    these (dakrun/kernels/adjustments.py).
+    these (dakrun/kernels/adjustments.py). Logits for log-probabilities of prompts lie in buffers of
+    the pass, which are idle then (KernelBackend.for_logits).
     """
     size, qkv = DTYPE_BYTES[model.dtype], model.q_size + 2 * model.kv_size
     tokens = pass_tokens(workload, PREFILL_CHUNK_TOKENS)
