@@ -4,11 +4,11 @@ Imports llguidance and jsonschema late. Knows the tokenizer's JSON, no rows.
 """
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from dakrun.errors import UsageError
@@ -55,13 +55,11 @@ def check_form(form: StructuredOutputsParams, tokenizer: Any = None) -> str:
     """
     from llguidance import LLMatcher
 
-    if form.source == "false":
+    if form.kind == "json" and form.source == "false":
         raise UsageError("no answer can satisfy the schema false", hint=_HINT)
     grammar = llguidance_grammar(form)
     if problem := LLMatcher.validate_grammar(grammar, tokenizer):
-        raise UsageError(
-            f"the {_NAMES[form.kind]} cannot be followed: {_line(problem)}", hint=_HINT
-        )
+        raise _refusal(form, problem)
     return grammar
 
 
@@ -78,8 +76,9 @@ class Grammars:
         self._tokenizer_json, self.vocab_size = tokenizer_json, vocab_size
         self._end_tokens = [token for token in end_tokens if token < vocab_size]
         self._compiled: OrderedDict[StructuredOutputsParams, Future[Any]] = OrderedDict()
+        self._waiting: deque[tuple[StructuredOutputsParams, Future[Any]]] = deque()
+        self._worker: Thread | None = None
         self._lock = Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -100,46 +99,62 @@ class Grammars:
 
     def prepare(self, forms: Iterable[StructuredOutputsParams]) -> None:
         """Compile forms beside other work, as many as are kept; each only once."""
-        for form in forms:
-            with self._lock:
+        with self._lock:
+            for form in forms:
                 if form not in self._compiled and len(self._compiled) < MAX_COMPILED:
-                    self._compiled[form] = self._pool.submit(self._compile, form)
+                    self._compiled[form] = Future()
+                    self._waiting.append((form, self._compiled[form]))
+            if self._waiting and self._worker is None:
+                self._worker = Thread(target=self._work, name="grammars", daemon=True)
+                self._worker.start()
 
     def matcher(self, form: StructuredOutputsParams) -> Any:
         """An LLMatcher of answers of that form, at their start. Raises UsageError."""
         with self._lock:
-            if form not in self._compiled:
-                if len(self._compiled) >= MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-                self._compiled[form] = Future()
-                own = self._compiled[form]
-            else:
-                own = None
-                self._compiled.move_to_end(form)
-            found = self._compiled[form]
-        if own is not None:
-            try:
-                own.set_result(self._compile(form))
-            except UsageError as problem:
-                own.set_exception(problem)
+            found = self._compiled.pop(form, None)
+            is_new = found is None or found.cancel()  # one that waits is compiled here
+            if found is None or is_new:
+                found = Future()
+            if len(self._compiled) >= MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            self._compiled[form] = found  # the newest
+        if is_new:
+            self._compile(form, found)
+        why = found.exception()
+        if isinstance(why, UsageError):  # anew, since each raising adds to an error's traceback
+            raise UsageError(str(why), hint=why.hint) from None
         return found.result().deep_copy()
+
+    def _work(self) -> None:
+        """Compile what waits, then end."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._worker = None
+                    return
+                form, found = self._waiting.popleft()
+            if found.set_running_or_notify_cancel():
+                self._compile(form, found)
 
     def accepts(self, form: StructuredOutputsParams, text: str) -> bool:
         """Whether `text` is a whole answer of that form."""
         matcher, tokens = self.matcher(form), self.tokenizer.tokenize_str(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
 
-    def _compile(self, form: StructuredOutputsParams) -> Any:
+    def _compile(self, form: StructuredOutputsParams, found: "Future[Any]") -> None:
+        """Let `found` have the matcher of `form`, or what is wrong with it."""
         from llguidance import LLMatcher
 
-        tokenizer = self.tokenizer
-        matcher = LLMatcher(tokenizer, check_form(form, tokenizer), log_level=0)
-        if matcher.is_error():
-            name = _NAMES[form.kind]
-            raise UsageError(
-                f"the {name} cannot be followed: {_line(matcher.get_error())}", hint=_HINT
-            )
-        return matcher
+        try:
+            tokenizer = self.tokenizer
+            matcher = LLMatcher(tokenizer, check_form(form, tokenizer), log_level=0)
+            if matcher.is_error():
+                raise _refusal(form, matcher.get_error())
+            found.set_result(matcher)
+        except BaseException as problem:
+            found.set_exception(problem)
+            if not isinstance(problem, Exception):  # such as Ctrl-C
+                raise
 
 
 def is_valid(form: StructuredOutputsParams, text: str) -> bool:
@@ -165,6 +180,7 @@ _NAMES = {
 }
 
 
-def _line(problem: str) -> str:
-    """An error of llguidance on one line."""
-    return " ".join(problem.split())[:300]
+def _refusal(form: StructuredOutputsParams, problem: str) -> UsageError:
+    """The error for a form that llguidance refuses for that reason."""
+    reason = " ".join(problem.split())[:300]
+    return UsageError(f"the {_NAMES[form.kind]} cannot be followed: {reason}", hint=_HINT)
