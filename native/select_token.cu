@@ -66,15 +66,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (length < 0) return;
   const int maximum = static_cast<int>(best >> 32) + kBelowAll;
   const bool finite = abs(maximum) < kInfinity;
-  const Sampling* const own = args.sampling == nullptr ? nullptr : args.sampling + slot;
-  const bool adjusts = own != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
   int token, logged;
-  if (finite && (adjusts || own != nullptr && own->temperature > 0.0f)) {
-    __shared__ SearchParts search;
-    const int position = length + 1;
-    uint32_t* const visible = reinterpret_cast<uint32_t*>(smem);
-    logged = adjusts ? choose_adjusted(row, *own, position, visible, search)
-                     : sample(ModelLogits{row}, maximum, logit_of(maximum), *own, position, search);
+  const Sampling* const own = args.sampling + slot;
+  const bool adjusts =
+      args.sampling != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
+  if (args.sampling != nullptr && finite && (own->temperature > 0.0f || adjusts)) {
+    if (adjusts) {
+      logged = choose_adjusted(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem));
+    } else {
+      __shared__ SearchParts search;
+      logged = sample(ModelLogits{row}, maximum, logit_of(maximum), *own, length + 1, search);
+    }
     if (threadIdx.x > 0) return;
     token = max(logged, 0);
   } else {
