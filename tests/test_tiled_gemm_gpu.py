@@ -143,7 +143,7 @@ def test_every_shape(dtype: torch.dtype, kernel: tuple[int, bool]) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        *(Shape(32, 2), Shape(32, 2, 2), Shape(16, 1), Shape(32, 1, 1, 8)),
+        *(Shape(8, 1), Shape(32, 2), Shape(32, 2, 2), Shape(16, 1), Shape(32, 1, 1, 8)),
         *(Shape(24, 1, wide=True), Shape(28, 1, 2, wide=True)),
     ],
 )
