@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from dakrun.launches import (
     kernel_for,
     split_row_blocks,
     tiled_config,
+    tiled_rows,
 )
 
 KIB = 1024
@@ -114,15 +116,26 @@ def test_launches_fit_the_card(
     n=st.integers(1, TILED_MAX_ROWS),
     cols=st.integers(1, 16384),
     limited=st.booleans(),
+    atom_bytes=st.sampled_from((1024, 272, 288, 528, 544, 704)),
 )
 @few_examples(20)
 def test_launches_of_many_rows_fit_the_card(
-    card: Card, counts: list[int], n: int, cols: int, limited: bool
+    card: Card, counts: list[int], n: int, cols: int, limited: bool, atom_bytes: int
 ) -> None:
-    """One CTA on an SM, in clusters that the card has, whose ring has two stages or more."""
+    """One CTA on an SM, in clusters that the card has, whose ring has two stages or more.
+
+    Where the rings of a format do not fit, torch multiplies.
+    """
+    if not tiled_rows(card, atom_bytes):
+        assert card != H200 and atom_bytes == 704
+        kernel = partial(kernel_for, row_blocks=512, cols=cols, card=card, atom_bytes=atom_bytes)
+        assert {kernel(many, remote=True) for many in (17, n + 32)} == {"torch"}
+        return
     access = [TierAccess(), TierAccess(8, 2**18), TierAccess(4, 2**20)]
     tiers = (access if limited else [TierAccess()] * 3)[: len(counts)]
-    for launch in tiled_config(n, counts, tiers, cols=cols, card=card).launches:
+    for launch in tiled_config(
+        n, counts, tiers, cols=cols, card=card, atom_bytes=atom_bytes
+    ).launches:
         assert launch.shared_bytes <= card.lone_ring_bytes and launch.stages >= 2
         assert launch.shape.ctas <= card.max_cluster and launch.ctas <= card.sms
         assert launch.shape.tiles in TILED_PORTABLE_X_TILES or card.has_wgmma

@@ -26,7 +26,7 @@ from dakrun.kernels.select_token import SOURCE as SELECT_TOKEN
 from dakrun.kernels.store_kv import SOURCE as STORE_KV
 from dakrun.kernels.unpack import SOURCE as UNPACK
 from dakrun.kernels.unpack import defines as unpack_defines
-from dakrun.launches import splitk_rows, tiles_for
+from dakrun.launches import splitk_rows, tiled_rows, tiles_for
 
 Variant = tuple[str, dict[str, int]]  # a file of native/, and the macros of the variant
 
@@ -53,9 +53,10 @@ def variants(
     Raises ValueError for `rows` that SplitK_GEMM does not take.
     """
     formats, rows = list(formats), list(rows)
+    tiled = {stored: tiled_rows(card, stored.atom_bytes) for stored in formats}
     return [
-        *(variant for stored in formats if card.tiled for variant in _tiled(dtype, card, stored)),
-        *(_unpack(dtype, stored) for stored in formats if card.tiled_rows < ANY_ROWS),
+        *(v for stored, most in tiled.items() if most for v in _tiled(dtype, card, stored)),
+        *(_unpack(dtype, stored) for stored, most in tiled.items() if most < ANY_ROWS),
         *_attention(dtype, head_dim, card, group, reads_spilled=spills, head_norms=head_norms),
         *(
             variant

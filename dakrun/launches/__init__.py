@@ -6,7 +6,7 @@ splitk.py the launch of SplitK_GEMM, tiled.py the launches of the tiled GEMM, fr
 tiled_shapes.py. tiers.py says how tiers are read. Imports no torch and needs no GPU.
 """
 
-from dakrun.launches.choice import By, few_rows, kernel_for, splitk_rows
+from dakrun.launches.choice import By, few_rows, kernel_for, splitk_rows, tiled_rows
 from dakrun.launches.splitk import (
     STEP_ATOMS,
     GemmConfig,
@@ -58,6 +58,7 @@ __all__ = [
     "split_row_blocks",
     "splitk_rows",
     "tiled_config",
+    "tiled_rows",
     "tiles_for",
     "wide_tiles",
     "x_tiles",

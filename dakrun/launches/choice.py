@@ -12,6 +12,7 @@ from dakrun.geometry import (
 )
 from dakrun.hardware import Card
 from dakrun.launches.splitk import tiles_for
+from dakrun.launches.tiled import shapes
 from dakrun.units import ceil_div
 
 By = Literal["splitk", "tiled", "torch"]
@@ -28,6 +29,15 @@ def splitk_rows(atom_bytes: int) -> int:
     return SPLITK_UNITS_MAX_ROWS if unit_atoms(atom_bytes) > 1 else SPLITK_MAX_ROWS
 
 
+def tiled_rows(card: Card, atom_bytes: int = ATOM_BYTES) -> int:
+    """Rows of X up to which the tiled GEMM multiplies a W whose atoms have `atom_bytes`.
+
+    0 if the card has no room for its rings: 99 KiB are not enough for elements of 8 bits with many
+    scales.
+    """
+    return card.tiled_rows if shapes(card, atom_bytes=atom_bytes) else 0
+
+
 def few_rows(card: Card, atom_bytes: int = ATOM_BYTES) -> int:
     """Rows of X up to which SplitK_GEMM is the fastest kernel; it may launch twice.
 
@@ -35,7 +45,7 @@ def few_rows(card: Card, atom_bytes: int = ATOM_BYTES) -> int:
     a W of 28672 x 4096, 79 us for 64 rows, where the tiled GEMM takes 115 us for 128.
     """
     most = splitk_rows(atom_bytes)
-    if not card.tiled:
+    if not tiled_rows(card, atom_bytes):
         return 2 * most
     return min(FEW_ROWS, most) if card.has_wgmma else most
 
@@ -58,7 +68,7 @@ def kernel_for(
     most, once = few_rows(card, atom_bytes), splitk_rows(atom_bytes)
     if n <= (min(most, once) if remote else most):  # two launches would read W twice
         return "splitk"
-    if n > card.tiled_rows:
+    if n > tiled_rows(card, atom_bytes):
         return "torch"
     if n > once:
         return "tiled"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import Card, HardwareProfile
-from dakrun.launches import Launch, TierAccess, tiled_config
+from dakrun.launches import Launch, TierAccess, shapes, tiled_config
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, kernel_compute_time
 from dakrun.units import ceil_div
@@ -54,6 +54,9 @@ def _part_times(
     if tier == 0:
         return max(kernel, nbytes / profile.hbm_bytes_per_s), 0.0
     link, card, rows = profile.tier(remote[tier - 1]), profile.card, op.batch_size
+    gap = profile.kernel_model.launch_gap_seconds
+    if not shapes(card, atom_bytes=op.atom_bytes):  # torch multiplies unpacked pieces of W
+        return kernel, nbytes / link.direct_bytes_per_s + gap
     launch = _remote_launch(
         min(rows, TILED_MAX_ROWS), op.units, op.shape[1], link.window_bytes, card, op.atom_bytes
     )
@@ -63,7 +66,7 @@ def _part_times(
     reads = (
         ceil_div(rows, launch.shape.rows) if rows <= card.tiled_rows and not card.clusters else 1
     )
-    return kernel, nbytes * reads / rate + profile.kernel_model.launch_gap_seconds
+    return kernel, nbytes * reads / rate + gap
 
 
 def many_rows_sms(
