@@ -456,11 +456,13 @@ def test_a_format_counts_as_it_is_stored() -> None:
     assert ops["down"]["format"] == "int4, a scale per 128"
     assert ops["lm_head"]["format"] == "bfloat16"
     assert plan["model"]["quantization"] == {
-        "method": "w4a16", "format": "4-bit, groups of 128", "not_applied": [],
+        "method": "w4a16", "format": "4-bit, groups of 128", "costs_are_estimates": True,
+        "not_applied": [],
     }  # fmt: skip
     assert plan["ratio"] == 0
     shown = words(run("plan", *LLAMA_70B, "--format", "w4a16"))
     assert "4-bit, groups of 128: embedding, lm_head: bfloat16; qkv, o, gate_up, down: i" in shown
+    assert "costs of products with weights of 4 bits are estimates" in shown
 
 
 def test_what_a_quantized_checkpoint_would_take() -> None:

@@ -14,7 +14,13 @@ from dakrun.launches import GemmConfig, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.probe.attention_costs import attention_sweep, sampling_sweep
 from dakrun.probe.chain import Launch
-from dakrun.probe.gemm_costs import linear_sweep, many_rows_sweep, norm_sweep, staged_seconds
+from dakrun.probe.gemm_costs import (
+    QUANTIZED_FORMATS,
+    linear_sweep,
+    many_rows_sweep,
+    norm_sweep,
+    staged_seconds,
+)
 from dakrun.probe.measurement import MIB, QUICK
 from dakrun.probe.sweeps import Bench, Buffer
 
@@ -164,6 +170,20 @@ def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launch
     weights = [range(at, at + sizes[0]) for at in range(start, start + 96 * MIB, sizes[0])]
     assert small[:4] == [*weights, weights[0]] and len(small) * LINEAR_S >= 1e-4
     assert set(large) == {range(start, start + sizes[1])}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_quantized_weights_take_their_own_bytes(
+    name: str, bench: Bench, launches: Launches
+) -> None:
+    stored = QUANTIZED_FORMATS[name]
+    sweep = linear_sweep(bench, stored)
+    bits = {"four_bits": 4, "eight_bits": 8}[name] + 16 / 128  # with a 16-bit scale per 128
+    small, large = 512 * 8 * 4096 * bits / 8, 3584 * 8 * 7168 * bits / 8
+    most = 96 * MIB // stored.row_block_bytes(7168) * stored.row_block_bytes(7168)
+    sizes = [small, min(large, most)]
+    assert points(sweep, "n", "op_bytes") == [(n, size) for n in (3, 64) for size in sizes]
+    assert {len(weight) for chain in launches.chains for weight in chain} == set(sizes)
 
 
 @pytest.mark.parametrize("most", [24, 36])

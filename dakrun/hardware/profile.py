@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
+from dakrun.geometry import SPLITK_UNITS_MAX_ROWS
 from dakrun.hardware.card import Card
 from dakrun.hardware.parts import (
     MAX,
@@ -35,8 +36,18 @@ from dakrun.hardware.parts import (
 )
 
 SCHEMA = 2
-COSTS = ("linear", "many_rows", "norm", "attention", "sampling")  # tables under [costs]
-OPTIONAL_COSTS = ("many_rows", "norm", "sampling")
+QUANTIZED = {4: "four_bits", 8: "eight_bits"}  # costs of weights with elements of so many bits
+COSTS = (  # tables under [costs]
+    *("linear", "many_rows", *QUANTIZED.values(), "norm", "attention", "sampling"),
+)
+OPTIONAL_COSTS = ("many_rows", *QUANTIZED.values(), "norm", "sampling")
+# Estimates where a profile has no costs of quantized weights: efficiencies over those of `linear`,
+# up to 16 rows of X and above, which are what the kernels are meant to reach. A CPU expands the
+# weights in each product; measured with AVX2, where that takes 10 to 30 times the product's time.
+ESTIMATED_EFFICIENCY = {
+    "cuda": {4: (0.86, 0.5), 8: (0.94, 0.75)},
+    "cpu": {4: (0.012, 0.012), 8: (0.02, 0.02)},
+}
 
 
 def _fields(part: Any) -> list[str]:
@@ -60,10 +71,12 @@ STAGED_SECONDS = 5.5e-6  # mean over OPT-6.7B's ops on an H200, 0.5 to 10% in ho
 class HardwareProfile:
     """One machine. Bandwidths are in bytes/s, sizes in bytes, times in seconds.
 
-    `linear` has the costs of linear ops of few rows of X, `many_rows` of more rows, `attention` of
-    attention including its interference with the products beside it. `norm` has the costs of a
-    norm ahead of a linear op, beyond reading and writing X; `sampling` those of choosing the next
-    tokens, beyond reading logits. Costs that are None are not predicted. `staged_seconds` is the
+    `linear` has the costs of linear ops of few rows of X, `many_rows` of more rows, `four_bits` and
+    `eight_bits` of few rows and weights whose elements have so many bits, `attention` of attention
+    including its interference with the products beside it. `norm` has the costs of a norm ahead of
+    a linear op, beyond reading and writing X; `sampling` those of choosing the next tokens, beyond
+    reading logits. Costs that are None are not predicted, but those of quantized weights are
+    estimated (products_of). `staged_seconds` is the
     extra time of an op with staged bytes, which waits for its copy instead of overlapping the op
     ahead of it. `kernel_model` has the constants of the CTA model. `link_groups` gives the total
     rate of each group of tiers, of a link or a memory; on a CPU the local tier is in one
@@ -89,6 +102,8 @@ class HardwareProfile:
     link_groups: Mapping[str, float] = field(default_factory=dict)
     hbm_group: str = ""
     many_rows: OpCosts | None = None
+    four_bits: OpCosts | None = None
+    eight_bits: OpCosts | None = None
     norm: OpCosts | None = None
     sampling: OpCosts | None = None
     staged_seconds: float = STAGED_SECONDS
@@ -113,8 +128,10 @@ class HardwareProfile:
             raise bad(f"context_bytes is {self.context_bytes!r}", "an integer of at least 0")
         if not (is_number(self.staged_seconds) and 0 <= self.staged_seconds <= MAX_SECONDS):
             raise bad(f"staged_seconds is {self.staged_seconds!r}", f"0 to {MAX_SECONDS:g}")
-        if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
-            raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "above the rows of linear")
+        few = (self.linear, self.four_bits, self.eight_bits)
+        most = max(costs.rows[-1] for costs in few if costs)
+        if self.many_rows and self.many_rows.rows[0] <= most:
+            raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "above those of few rows")
         if not all(is_number(r) and MIN <= r <= MAX for r in self.link_groups.values()):
             raise bad("the rate of a link group is out of range", f"{MIN:g} to {MAX:g} bytes/s")
         names = [tier.name for tier in self.remote]
@@ -169,7 +186,33 @@ class HardwareProfile:
     @functools.cached_property
     def products(self) -> OpCosts:
         """Costs of linear ops by rows of X: the tables of few and of many rows in one."""
-        parts = [self.linear] if self.many_rows is None else [self.linear, self.many_rows]
+        return self._with_many_rows(self.linear)
+
+    def products_of(self, bits: int) -> OpCosts:
+        """The same for weights whose elements have 4 or 8 `bits`; 0 stands for the model's dtype.
+
+        Estimated where the profile has no costs of such weights.
+        """
+        return self._quantized[bits] if bits else self.products
+
+    def measures(self, bits: int) -> bool:
+        """Whether the profile has costs of weights whose elements have 4 or 8 `bits`."""
+        return getattr(self, QUANTIZED[bits]) is not None
+
+    @functools.cached_property
+    def _quantized(self) -> dict[int, OpCosts]:
+        found = {}
+        for bits, name in QUANTIZED.items():
+            few, more = ESTIMATED_EFFICIENCY[self.device][bits]
+            rows = zip(self.linear.rows, self.linear.efficiency, strict=True)
+            efficiency = tuple(e * (few if n <= SPLITK_UNITS_MAX_ROWS else more) for n, e in rows)
+            estimate = replace(self.linear, efficiency=efficiency)
+            found[bits] = self._with_many_rows(getattr(self, name) or estimate)
+        return found
+
+    def _with_many_rows(self, few: OpCosts) -> OpCosts:
+        """Costs of few rows and of many."""
+        parts = [few] if self.many_rows is None else [few, self.many_rows]
         names = ("rows", "seconds", "efficiency")
         return OpCosts(
             **{

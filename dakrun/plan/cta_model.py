@@ -106,7 +106,10 @@ def _is_tiled(op: Op, profile: HardwareProfile, counts: Sequence[int]) -> bool:
     if op.category != "linear" or profile.many_rows is None:
         return False
     remote = any(counts[1:])
-    by = kernel_for(op.batch_size, op.units, op.shape[1], remote=remote, card=profile.card)
+    by = kernel_for(
+        op.batch_size, op.units, op.shape[1], remote=remote, card=profile.card,
+        atom_bytes=op.atom_bytes,
+    )  # fmt: skip
     return by != "splitk"
 
 

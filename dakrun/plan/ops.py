@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
-from dakrun.formats import PACKED16, KVLayout, Rows, WeightFormat
+from dakrun.formats import PACKED16, KVLayout, QuantisedRows, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Linear, Matrix, Scope
@@ -71,6 +71,11 @@ class Op:
     def atom_bytes(self) -> int:
         """Bytes of an atom of a weight in kernels' rings; of 16-bit elements if none reads it."""
         return (self.stored().packed or PACKED16).atom_bytes
+
+    @functools.cached_property
+    def code_bits(self) -> int:
+        """Bits of an element of a quantized weight; 0 if it has the products' dtype."""
+        return self.format.layout.bits if isinstance(self.format, QuantisedRows) else 0
 
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""

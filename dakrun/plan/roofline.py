@@ -158,7 +158,7 @@ def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
     """
     if op.category == "attention":
         return profile.attention.at(min(op.units, op.batch_size))
-    return profile.products.at(op.batch_size)
+    return profile.products_of(op.code_bits).at(op.batch_size)
 
 
 def kernel_compute_time(op: Op, compute: float, profile: HardwareProfile) -> float:
@@ -202,7 +202,10 @@ def norm_time(op: Op, profile: HardwareProfile) -> float:
     """Seconds of the norm ahead of `op`; 0 where there is none or its costs are unknown."""
     if not op.normed or profile.norm is None:
         return 0.0
-    seconds, efficiency = profile.norm.at(op.batch_size)
+    rows = op.batch_size
+    if op.code_bits:  # a launch of its own, as with many rows
+        rows = max(rows, 2 * FEW_ROWS)
+    seconds, efficiency = profile.norm.at(rows)
     nbytes = 2 * op.batch_size * op.shape[1] * op.element_bytes  # read and written
     return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds
 

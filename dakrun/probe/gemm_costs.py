@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.engine import Staging, staged_bytes
-from dakrun.formats import PACKED16
+from dakrun.formats import PACKED16, Quantised, WeightFormat
 from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
 from dakrun.hardware import LOCAL, Sweep
 from dakrun.kernels import normalize
@@ -38,6 +38,12 @@ MANY_ROWS_WEIGHTS = (
 )  # fmt: skip
 RATE_WEIGHT = 1024, 8192
 
+# Quantized weights that are measured, by their tables of costs; others follow from their bytes.
+QUANTIZED_FORMATS = {
+    "four_bits": Quantised("int4", 128),
+    "eight_bits": Quantised("int8", 128),
+}
+
 # Norms. With few rows (True) the product normalizes X; its weight is of a layer's size, as a larger
 # one would hide the norm. With more (False) the norm is a separate launch before a small product.
 NORM_COLS = 4096, 8192
@@ -53,17 +59,20 @@ STAGING_BUFFERS = 2  # the ring's size, in staged parts
 MAX_STAGED_OPS = 64
 
 
-def linear_sweep(bench: Bench) -> Sweep:
+def linear_sweep(bench: Bench, stored: WeightFormat = PACKED16) -> Sweep:
     """Products of few rows by rows of X and bytes of a weight; each launch reads another weight.
 
-    A weight that exceeds the buffer is replaced by the largest that fits.
+    Weights are `stored` in a format that kernels read. A weight that exceeds the buffer is replaced
+    by the largest that fits.
     """
     memory, rows = random_memory(bench), []
     for n, (row_blocks, cols) in itertools.product(bench.effort.rows, FEW_ROWS_WEIGHTS):
-        row_blocks = min(row_blocks, memory.numel() // PACKED16.row_block_bytes(cols))
-        launch, weights = product(bench, memory, row_blocks, random(memory, n, cols))
+        size = stored.row_block_bytes(cols)
+        row_blocks = min(row_blocks, memory.numel() // size)
+        x = random(memory, n, cols)
+        launch, weights = product(bench, memory, row_blocks, x, stored=stored)
         seconds = launch_seconds(launch, weights, replays=bench.effort.runs)
-        rows.append(row(n, row_blocks * PACKED16.row_block_bytes(cols), seconds))
+        rows.append(row(n, row_blocks * size, seconds))
     return rounded(COLUMNS, rows)
 
 
@@ -178,17 +187,19 @@ def product(
     *,
     norm: bool = False,
     pdl: bool = True,
+    stored: WeightFormat = PACKED16,
 ) -> tuple[Launch, int]:
     """A launch of x [N, K] times one of the weights in `memory`, and the number of weights.
 
-    Each weight has `row_blocks`. With `norm` the kernel also normalizes x, of up to FEW_ROWS rows.
+    Each weight has `row_blocks`, `stored` in a format that kernels read. With `norm` the kernel
+    also normalizes x, of up to FEW_ROWS rows.
     """
     n, cols = x.shape
-    (split,) = split_row_blocks([row_blocks], ACCESS, card=bench.card)
+    (split,) = split_row_blocks([row_blocks], ACCESS, card=bench.card, atom_bytes=stored.atom_bytes)
     out = x.new_empty(n, ROWS_PER_BLOCK * row_blocks)
     weights = [
-        TieredMatrix((out.shape[1], cols), DTYPE, (MatrixPart(LOCAL, split, PACKED16, (data,)),))
-        for data in pieces(memory, row_blocks * PACKED16.row_block_bytes(cols))
+        TieredMatrix((out.shape[1], cols), DTYPE, (MatrixPart(LOCAL, split, stored, (data,)),))
+        for data in pieces(memory, row_blocks * stored.row_block_bytes(cols))
     ]
     products = Products(x.device, bench.card)
 

@@ -4,11 +4,13 @@ The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; run.py saves 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from dakrun.config import Dtype
 from dakrun.errors import CannotRun
+from dakrun.formats import PACKED16
 from dakrun.geometry import SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, variants
@@ -34,6 +36,7 @@ from dakrun.probe.congestion import (
 )
 from dakrun.probe.gemm_costs import (
     DTYPE,
+    QUANTIZED_FORMATS,
     linear_sweep,
     many_rows_sweep,
     norm_sweep,
@@ -139,6 +142,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         linear=costs["linear"],
         attention=costs["attention"],
         many_rows=costs["many_rows"],
+        four_bits=costs["four_bits"],
+        eight_bits=costs["eight_bits"],
         norm=costs["norm"],
         sampling=costs["sampling"],
         staged_seconds=staged,
@@ -253,9 +258,11 @@ class GpuProbe:
             """Bytes/s of a weight multiplied with `n` rows: 2 bytes and 2 n FLOP per element."""
             return min(self.hbm_rate, compute.at(n) / n)
 
-        sweeps = {
+        sweeps: dict[str, Callable[[Bench], Sweep]] = {
             "linear": linear_sweep, "many_rows": many_rows_sweep, "norm": norm_sweep,
             "attention": attention_sweep, "sampling": sampling_sweep,
+            **{name: partial(linear_sweep, stored=stored)
+               for name, stored in QUANTIZED_FORMATS.items()},
         }  # fmt: skip
         return {
             kind: self.costs(kind, sweep(self.bench), rate if kind == "many_rows" else None)
@@ -322,7 +329,8 @@ def measured_variants(effort: Effort, card: Card) -> list[Variant]:
     """The kernel variants that are measured on `card`."""
     most = min(few_rows(card), SPLITK_MAX_ROWS)
     rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
-    needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM)
+    formats = (PACKED16, *QUANTIZED_FORMATS.values())
+    needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM, formats=formats)
     return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]
 
 

@@ -99,6 +99,9 @@ def _quantization_dict(plan: Plan) -> dict[str, Any] | None:
     return {
         "method": found.method,
         "format": found.name,
+        "costs_are_estimates": any(
+            op.op.code_bits and not plan.profile.measures(op.op.code_bits) for op in plan.weights()
+        ),
         "not_applied": list(found.unapplied),
     }
 

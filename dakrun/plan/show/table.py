@@ -144,7 +144,11 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
             f"batch {work.batch_size}, {work.prompt_len} prompt + {work.new_tokens} new tokens, "
             f"{kept_positions(work)} positions kept per slot",
         ),
-        ("profile", f"{profile.name}: {profile.description} ({source.kind}, {source.date})"),
+        (
+            "profile",
+            f"{profile.name}: {profile.description} ({source.kind}, {source.date})"
+            f"{_estimated_text(plan)}",
+        ),
         *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
         (
             "offload ratio",
@@ -167,6 +171,15 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         *(("published", _published_text(other)) for other in shown.published),
         ("advice", shown.advice.sentence),
     ]
+
+
+def _estimated_text(plan: Plan) -> str:
+    """Which products' costs are estimates, as the profile has none."""
+    bits = {op.op.code_bits for op in plan.weights()} - {0}
+    missing = [str(n) for n in sorted(bits) if not plan.profile.measures(n)]
+    if not missing:
+        return ""
+    return f"; costs of products with weights of {' and '.join(missing)} bits are estimates"
 
 
 def _format_rows(plan: Plan) -> list[tuple[str, str]]:
