@@ -1,6 +1,7 @@
 """Quantized checkpoints, from the file to tokens: nothing is re-quantised, no bit changes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from dakrun.config import SamplingParams
 from dakrun.engine import tier_accesses
 from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import QuantisedRows, Rows
+from dakrun.kernels.runtime import card_of
+from dakrun.kernels.unpack import unpack
 from dakrun.llm import LLM
 from dakrun.memory.tiers import allocate_tiers
+from dakrun.models.quantization import parse_quantization
+from dakrun.nn import SplitKGEMM
 from dakrun.plan import Policy
 from dakrun.weights import Checkpoint, Packing, load, loading, tier_capacities
 
@@ -272,3 +277,52 @@ def test_settings_in_a_file_of_their_own(
     model = save(tmp_path, {}, write)
     (tmp_path / file).write_text(json.dumps(content))
     assert tokens_of(llm_of(tmp_path)) == expected(model)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-8bit", "fp8-block", "ct-4bit-zeros", "ct-nvfp4"])
+def test_a_module_of_quantized_tensors(name: str) -> None:
+    settings, write = FORMATS[name]
+    tensors, dense = write(torch.randn(72, 256).bfloat16() / 8)
+    stored = parse_quantization(settings, name="m", dtype="bfloat16").of("up_proj")
+    assert stored is not None
+    module = SplitKGEMM.from_quantized(
+        stored, tensors, 256, 72, torch.ones(72), ratio=0.4, dtype=torch.float32
+    )
+    x = torch.randn(5, 256)
+    assert torch.equal(module.weight.dense(), dense) and module.ratio == pytest.approx(0.4, abs=0.1)
+    torch.testing.assert_close(module(x), x @ dense.T + 1)
+    with pytest.raises(RuntimeError, match="loaded by from_quantized"):
+        module.load_state_dict({"weight": dense, "bias": torch.ones(72)})
+    module.close()
+    missing = {key: each for key, each in tensors.items() if "scale" not in key}
+    with pytest.raises(ValueError, match=r"expected a tensor .*scale"):
+        SplitKGEMM.from_quantized(stored, missing, 256, 72)
+    with pytest.raises(ValueError, match=r"expected .* as .*, got"):
+        SplitKGEMM.from_quantized(stored, tensors, 256, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gpu_runs_what_is_stored(name: str, dtype: str, tmp_path: Path) -> None:
+    """Weights are bit for bit those of the checkpoint; offloaded equals resident."""
+    model = save(tmp_path, *FORMATS[name])
+    tokens = []
+    for policy in (Policy(offload_ratio=0.0), POLICY, replace(POLICY, transport="staged")):
+        with LLM(tmp_path, device="cuda", batch_size=3, dtype=dtype, policy=policy) as llm:
+            assert llm.fallback is None
+            tokens.append(tokens_of(llm))
+            plan = llm.plan
+    assert tokens[0] == tokens[1] == tokens[2]
+    device = torch.device("cuda", torch.cuda.current_device())
+    with (
+        Checkpoint(tmp_path) as source,
+        allocate_tiers(tier_capacities(plan, packed=True), device) as tiers,
+    ):
+        packing = Packing(tier_accesses(plan, card_of(device)), card_of(device))
+        matrices = load(source, plan, tiers, device, packing=packing).matrices
+        exact = model.model.layers[1].mlp.down_proj.weight.data.to(getattr(torch, dtype))
+        assert torch.equal(matrices["layers.1.down"].dense(), exact)
+        out = torch.empty_like(exact, device=device)
+        unpack(matrices["layers.1.down"], out)
+        assert torch.equal(out.cpu(), exact)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from dakrun.formats import Packed16, Quantised, Rows, Stored
 from dakrun.hardware import HardwareProfile
 from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
@@ -21,9 +22,11 @@ from dakrun.nn.tiers import (
     allocate,
     check_remote,
     fill,
+    fill_quantized,
     kernel_format,
     profiled_access,
     remote_ratio,
+    with_scale_dtype,
 )
 
 
@@ -66,6 +69,9 @@ class SplitKGEMM(nn.Module):
     W is no Parameter, so `to()` does not move it. `state_dict` contains it as nn.Linear's does,
     dense and on the CPU; loading one packs it into the same memory, which captured graphs see.
     `close`, or the end of the module, frees the memory.
+
+    With `layout` W has elements of 4 or 8 bits, which `from_quantized` reads from the tensors of a
+    checkpoint; no state dict is loaded into it.
     """
 
     bias: nn.Parameter | None
@@ -83,6 +89,7 @@ class SplitKGEMM(nn.Module):
         pdl: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        layout: Quantised | None = None,
     ) -> None:
         """Allocate W and the bias, uninitialized until a state dict is loaded.
 
@@ -93,14 +100,14 @@ class SplitKGEMM(nn.Module):
         like = torch.empty(0, device=device, dtype=dtype)
         _check(in_features, out_features, like)
         check_remote(ratio, remote)
-        if access is None and kernel_format(like, in_features):
+        if access is None and kernel_format(like, in_features, layout):
             access = profiled_access(profile, remote, like.device, ratio)
         self.in_features, self.out_features = in_features, out_features
         self.remote, self.pdl = remote, pdl
         self._device, self._access = like.device, access or TierAccess()
         shape = (out_features, in_features)
         self._weight: TieredWeight | None
-        self._tiers, self._weight = allocate(shape, like, ratio, remote, self._access)
+        self._tiers, self._weight = allocate(shape, like, ratio, remote, self._access, layout)
         self.ratio = remote_ratio(self._weight)
         if bias:
             self.bias = nn.Parameter(like.new_empty(out_features), requires_grad=False)
@@ -124,6 +131,39 @@ class SplitKGEMM(nn.Module):
         )
         module.load_state_dict(linear.state_dict())
         return module.train(linear.training)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        stored: Stored,
+        tensors: Mapping[str, torch.Tensor],
+        in_features: int,
+        out_features: int,
+        bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> "SplitKGEMM":
+        """A SplitKGEMM with the weight that a quantized checkpoint stores in `tensors`.
+
+        >>> from dakrun.formats.fp8 import Fp8
+        >>> weight = torch.eye(16).to(torch.float8_e4m3fn)
+        >>> tensors = {"weight": weight, "weight_scale": torch.tensor(0.5)}
+        >>> module = SplitKGEMM.from_quantized(Fp8(), tensors, 16, 16, ratio=0.5)
+        >>> module(torch.ones(1, 16))[0, :3]
+        tensor([0.5000, 0.5000, 0.5000])
+        >>> module.close()
+
+        `stored` is a format of dakrun.formats; `tensors` are named by what follows the module's
+        name, such as "qweight". `options` are keyword arguments of the constructor. Raises its
+        errors, and ValueError for tensors that do not fit the format.
+        """
+        dtype = options.get("dtype") or torch.get_default_dtype()
+        stored = with_scale_dtype(stored, tensors, out_features, in_features)
+        layout = stored.layout(str(dtype).removeprefix("torch."), in_features)
+        module = cls(in_features, out_features, bias is not None, layout=layout, **options)
+        fill_quantized(module.weight, stored, layout, tensors, module._device)
+        if module.bias is not None and bias is not None:
+            module.bias.copy_(bias)
+        return module
 
     @property
     def weight(self) -> TieredWeight:
@@ -191,6 +231,8 @@ class SplitKGEMM(nn.Module):
         dense = state_dict.get(key)
         if dense is None and strict:
             missing_keys.append(key)
+        elif dense is not None and not isinstance(self.weight.format, Rows | Packed16):
+            error_msgs.append(f"{key}: a quantized weight is loaded by from_quantized")
         elif dense is not None and dense.shape != shape:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {dense.shape} from "

@@ -6,15 +6,17 @@ tiers, no modules.
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dakrun.formats import Rows, WeightFormat
+from dakrun.formats import Quantised, QuantisedRows, Rows, Stored, WeightFormat
+from dakrun.formats.stored import SCALES
 from dakrun.geometry import row_block_count
 from dakrun.hardware import LOCAL, HardwareProfile, find_profile, load_profile
-from dakrun.kernels.runtime import card_of, described_card, gpu_name, has_kernels
+from dakrun.kernels.runtime import DTYPES, card_of, described_card, gpu_name, has_kernels
 from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tiers, allocate_tiers
@@ -78,28 +80,42 @@ def profiled_access(
     return TierAccess(tier.sms, tier.window_bytes, mixed=mixed)
 
 
-def kernel_format(like: torch.Tensor, cols: int) -> WeightFormat | None:
+def plain_format(like: torch.Tensor, layout: Quantised | None) -> WeightFormat:
+    """The format of plain torch for elements of `layout`, or of the dtype of `like`."""
+    return QuantisedRows(layout) if layout else Rows(like.dtype.itemsize)
+
+
+def kernel_format(
+    like: torch.Tensor, cols: int, layout: Quantised | None = None
+) -> WeightFormat | None:
     """The format of a weight of `cols` columns that kernels read, if any.
 
-    They support the dtype and the device of `like`.
+    They support the dtype and the device of `like`. Elements are those of `layout`, if given.
     """
-    packed = Rows(like.dtype.itemsize).packed
-    fits = packed is not None and packed.takes(cols) and has_kernels(like.device)
+    packed = plain_format(like, layout).packed
+    fits = like.dtype in DTYPES and packed is not None and packed.takes(cols)
+    fits = fits and has_kernels(like.device)
     return packed if fits else None
 
 
 def allocate(
-    shape: tuple[int, int], like: torch.Tensor, ratio: float, remote: str, access: TierAccess
+    shape: tuple[int, int],
+    like: torch.Tensor,
+    ratio: float,
+    remote: str,
+    access: TierAccess,
+    layout: Quantised | None = None,
 ) -> tuple[Tiers, TieredWeight]:
     """Tiers with memory for a weight [M, K], and that weight, uninitialized.
 
-    It has the dtype of `like` and computes on its device. The last row blocks, `ratio` of them, lie
-    in the tier `remote`, which the GPU reads as `access` says. Raises CannotRun if memory is short.
+    It has the dtype of `like`, or the elements of `layout`, and computes on its device. The last
+    row blocks, `ratio` of them, lie in the tier `remote`, which the GPU reads as `access` says.
+    Raises CannotRun if memory is short.
     """
     count, names = row_block_count(shape[0]), (LOCAL, remote)
     remote_blocks = remote_count(ratio, count)
-    counts, packed = (count - remote_blocks, remote_blocks), kernel_format(like, shape[1])
-    stored = packed or Rows(like.dtype.itemsize)
+    counts, packed = (count - remote_blocks, remote_blocks), kernel_format(like, shape[1], layout)
+    stored = packed or plain_format(like, layout)
     splits = None
     if packed:
         splits = split_row_blocks(
@@ -117,6 +133,47 @@ def remote_ratio(weight: TieredWeight) -> float:
     sizes = [part.nbytes for part in weight.parts]
     local = sum(part.nbytes for part in weight.parts if part.tier == LOCAL)
     return 1 - local / sum(sizes)
+
+
+def with_scale_dtype(stored: Stored, tensors: Mapping[str, torch.Tensor], *shape: int) -> Stored:
+    """`stored` with the dtype of the scales among the `tensors` of a weight of `shape`, by suffix.
+
+    Raises ValueError for a tensor that is missing or of another shape.
+    """
+    for part in stored.parts(*shape):  # type: ignore[call-arg]
+        found = tensors.get(part.suffix)
+        if found is None and not part.optional:
+            raise ValueError(f"expected a tensor {part.suffix} of {stored.name}, got none")
+        if found is not None:
+            if [n for n in found.shape if n > 1] != [n for n in part.shape if n > 1]:
+                raise ValueError(
+                    f"expected {part.suffix} as {list(part.shape)}, got {list(found.shape)}"
+                )
+            if part.dtypes == SCALES:
+                stored = replace(stored, scale_dtype=str(found.dtype).removeprefix("torch."))
+    return stored
+
+
+def fill_quantized(
+    weight: TieredWeight,
+    stored: Stored,
+    layout: Quantised,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Write the tensors of a quantized weight [M, K], by suffix, into a weight for `device`."""
+    parts = stored.parts(*weight.shape)
+    for piece in weight.pieces(PIECE_ELEMENTS):
+        needed = []
+        for part in parts:
+            tensor = tensors.get(part.suffix, torch.empty(0, dtype=torch.int32))
+            if part.suffix in tensors:
+                tensor = tensor.reshape(part.shape)
+            rows = part.needed(piece.rows)
+            needed.append((tensor if rows is None else tensor[rows]).to(device))
+        piece.write(*stored.decode(needed, piece.rows, weight.shape[1], layout))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def fill(weight: TieredWeight, dense: torch.Tensor, device: torch.device) -> None:
