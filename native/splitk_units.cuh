@@ -23,17 +23,18 @@ constexpr int kWarpPairs = kTileRowBlocks / 2;    // pairs of row blocks of a wa
 static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
 // A product waits for the one before it with the same sums: with one tile of X there are two sets.
 constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
-// With more rows of X, scaling the weights takes less than scaling sums, and no registers.
-constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES == 2;
-constexpr int kAtOnce = TILES == 1 ? 4 : 2;  // row blocks
+// With more rows of X, scaling the weights takes less than scaling sums, and no registers. Factors
+// of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
+constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
+constexpr int kAtOnce = TILES == 1 && !(kMixes && kCodeBits == 8) ? 4 : 2;  // row blocks
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
 
-// acc += W X^T for a unit of each of `row_blocks` row blocks, and 128 columns of X from shared
-// address `x` on. Several pairs at once hide each other's latencies.
+// acc += W X^T for a unit of each of `row_blocks` row blocks, the warp's last or not, and 128 columns
+// of X from shared address `x` on. Several pairs at once hide each other's latencies.
 template <int row_blocks>
-__device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, Sums* acc) {
+__device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, bool last, Sums* acc) {
   constexpr int kPairs = (row_blocks + 1) / 2;
   const int lane = opaque_lane();
   x += lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);  // as in gemm_multiply.cuh
@@ -66,8 +67,9 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, Sums* acc
         if (bottom < row_blocks) codes[bottom].expand(step, scales[bottom], of_bottom);
 #pragma unroll
         for (int i = 0; i < 2 && kScalesWeights; i++) {
-          of_top[i] = scaled(of_top[i], scales[top], step);
-          if (bottom < row_blocks) of_bottom[i] = scaled(of_bottom[i], scales[bottom], step);
+          of_top[i] = ptx::mul(of_top[i], scales[top].scale_pair(step), Element());
+          if (bottom < row_blocks)
+            of_bottom[i] = ptx::mul(of_bottom[i], scales[bottom].scale_pair(step), Element());
         }
         const uint32_t a[4] = {of_top[0], of_bottom[0], of_top[1], of_bottom[1]};
 #pragma unroll
@@ -93,22 +95,35 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, Sums* acc
       }
     }
   }
+  if (kScalesWeights && SCALE_BYTES == 1 && last) {
+#pragma unroll
+    for (int i = 0; i < row_blocks; i++) {
+      const float factor = factor_of(w + i * kUnitBytes, lane / 4);
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        float2& sum = acc[i / 2][2 * tile + i % 2];
+        sum.x *= factor, sum.y *= factor;
+      }
+    }
+  }
 }
 
 // The same for up to `most` row blocks, of which there are `count`.
 template <int most>
-__device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint32_t x, Sums* acc) {
+__device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint32_t x, bool last,
+                                              Sums* acc) {
   if (count >= most) {
-    multiply<most>(w, x, acc);
+    multiply<most>(w, x, last, acc);
   } else if constexpr (most > 1) {
-    multiply_some<most - 1>(count, w, x, acc);
+    multiply_some<most - 1>(count, w, x, last, acc);
   }
 }
 
 // The sums of the four warps for pair `share` of the warpgroup's `count` pairs, two pairs at a time;
 // sums[i] are the warp's own for pair i.
-__device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int warpgroup, int share,
-                                       int count, Sums& total) {
+__device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share, int count,
+                                       Sums& total) {
+  const int warpgroup = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
   constexpr int kPart = 32 * TILES;  // of a warp, for a pair
   float4* const parts = reinterpret_cast<float4*>(smem) + warpgroup * 2 * kShares * kPart +
                         threadIdx.x % 32;
@@ -151,6 +166,11 @@ __device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
   stage.advance(ring.stages);
 }
 
+// The warp's share of K, and its warpgroup's row blocks of a group. Opaque: computed anew where they
+// are used, they occupy no registers during the products.
+__device__ __forceinline__ int own_share() {
+  return ptx::opaque<uint32_t>(threadIdx.x) / 32 % kShares;
+}
 __device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
   const int half = (row_blocks + 1) / 2;
   first = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup * half;
@@ -158,10 +178,10 @@ __device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
 }
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
-                                        int tier_of_cta, int warp, const Moments& moments) {
-  const int share = warp % kShares;
+                                        int tier_of_cta, int, const Moments& moments) {
   const Tier& tier = args.tiers[tier_of_cta];
   const int units = args.k / kUnitCols, stage_units = tier.stage_atoms / kUnitAtoms;  // 1, 2 or 4
+  const int in_stage = own_share() & stage_units - 1;  // the share's unit of a stage that has one
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
@@ -180,29 +200,29 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       }
     };
 #pragma unroll 1
-    for (int unit = share; unit < units; unit += kShares) {
-      pass_until(unit & -stage_units);
+    for (int next = own_share() & -stage_units; next + in_stage < units; next += kShares) {
+      pass_until(next);
       wait_for(ring, stage);
-      const uint32_t w = ring.smem_w(stage.stage) + ((unit - k) * row_blocks + first) * kUnitBytes;
-      const uint32_t x = ring.smem_x(stage.stage) + (unit - k) * kUnitAtoms * kXAtomBytes;
+      const uint32_t w = ring.smem_w(stage.stage) + (in_stage * row_blocks + first) * kUnitBytes;
+      const uint32_t x = ring.smem_x(stage.stage) + in_stage * kUnitAtoms * kXAtomBytes;
 #pragma unroll
       for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
         if (i < count)
           multiply_some<kAtOnce>(count - i, smem + (w - ptx::smem_address(smem)) + i * kUnitBytes, x,
-                                 sums + i / 2);
+                                 next + in_stage + kShares >= units, sums + i / 2);
       }
       release(ring, stage);
       k += stage_units;
     }
     pass_until(units);
 
-    divide(ptx::opaque(row_blocks), first, count);
-    const int warpgroup = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
+    divide(at.row_blocks(), first, count);
+    const int share = own_share();
     // Stores the outputs of a pair. Its loads take about as long as the exchange of sums.
     const int own = first + 2 * share, row_block = at.first_row_block + at.row_block + own;
     const Epilogue epilogue(args, row_block * kRowsPerBlock, count - 2 * share);
     Accumulators acc;
-    reduce(sums, warpgroup, share, (count + 1) / 2, acc.tile[0]);
+    reduce(sums, share, (count + 1) / 2, acc.tile[0]);
     epilogue.store(acc, moments);
   }
 }

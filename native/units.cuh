@@ -57,6 +57,10 @@ __device__ __forceinline__ uint32_t expanded(uint32_t word, int number, uint32_t
   return ptx::fma(large, 0, value, Element());
 }
 
+__device__ __forceinline__ float factor_of(const uint8_t* unit, int row) {
+  return reinterpret_cast<const float*>(unit + kFactorsAt)[row];
+}
+
 // Scales and zeros of a row of an atom. Steps are of 16 columns.
 struct RowScales {
   static constexpr int kGroups = GROUP < ATOM_COLS ? ATOM_COLS / GROUP : 1;
@@ -70,7 +74,7 @@ struct RowScales {
     const int first = row * kUnitGroups + atom * ATOM_COLS / GROUP;
     words<kBytes>(unit + kScalesAt + first * SCALE_BYTES, scales);
     if (ZEROS) words<2 * kGroups>(unit + kZerosAt + first * 2, zeros);
-    if (SCALE_BYTES == 1) factor = reinterpret_cast<const float*>(unit + kFactorsAt)[row];
+    if (SCALE_BYTES == 1) factor = factor_of(unit, row);
   }
 
   __device__ __forceinline__ float scale(int step) const {
@@ -80,9 +84,14 @@ struct RowScales {
     if (SCALE_BYTES == 2) return unpacked(word).x;
     return __half2float(__ushort_as_half(ptx::halves_of_e4m3(word & 0xff) & 0xffff)) * factor;
   }
-  // The scale twice, of 16 bits.
+  // The scale twice, of 16 bits, without the factor.
   __device__ __forceinline__ uint32_t scale_pair(int step) const {
     const int group = step * 16 / GROUP;
+    if (SCALE_BYTES == 1) {
+      const uint32_t both = ptx::halves_of_e4m3(scales[0] >> group * 8 & 0xff) & 0xffff;
+      const float scale = __half2float(__ushort_as_half(both));
+      return packed(scale, scale);
+    }
     const uint32_t word = scales[group / 2];
     return group % 2 ? word >> 16 | (word & 0xffff0000) : twice(word & 0xffff);
   }
