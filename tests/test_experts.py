@@ -11,14 +11,16 @@ import tiny_models
 import torch
 from cards import properties
 from click.testing import CliRunner
+from quantised import CONFIG, FORMATS, KINDS
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from dakrun.cli.main import main
 from dakrun.config import Routing, SamplingParams, Workload
 from dakrun.engine.build import why_plain_torch
 from dakrun.errors import CannotRun, UsageError
-from dakrun.formats import Rows
+from dakrun.formats import Quantised, Rows
 from dakrun.hardware import load_profile
 from dakrun.kernels import experts
 from dakrun.llm import LLM
@@ -28,6 +30,7 @@ from dakrun.models import decoder_of, known_model
 from dakrun.plan import Policy, decode_ops, make_plan
 
 MIXTURES = [name for name, of in tiny_models.CONFIGS.items() if hasattr(of, "num_experts_per_tok")]
+FILE = "model.safetensors"
 PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 40))]
 
 
@@ -179,8 +182,37 @@ def test_random_weights_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     assert found[0] == found[1] and len({*map(tuple, found[0])}) > 1
 
 
+@pytest.mark.parametrize("format", ["fp8-block", "awq", "gptq-zeros", "ct-4bit-zeros", "nvfp4"])
+def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path: Path) -> None:
+    """The router stays in float32; of a row block in another tier only its own bytes are read."""
+    config = Qwen3MoeConfig(
+        **CONFIG, head_dim=64, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96
+    )
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    settings, write = FORMATS[format]
+    for name in ("stored", "dense"):
+        model.save_pretrained(tmp_path / name)
+    stored, dense = (load_file(tmp_path / name / FILE) for name in ("stored", "dense"))
+    for name in [name for name in stored if name.removesuffix(".weight").endswith(KINDS)]:
+        written, dense[name] = write(stored.pop(name).bfloat16())
+        module = name.removesuffix("weight")
+        stored |= {f"{module}{suffix}": each.contiguous() for suffix, each in written.items()}
+    for name, tensors in (("stored", stored), ("dense", dense)):
+        save_file(tensors, tmp_path / name / FILE, metadata={"format": "pt"})
+    file = tmp_path / "stored" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    policy = Policy(offload_ratio=0.4)
+    llm = LLM(tmp_path / "stored", device="cpu", dtype="float32", batch_size=2, policy=policy)
+    matrices = llm.engine.runner.weights.matrices
+    assert isinstance(matrices["layers.0.experts_down"].format, Quantised)
+    assert greedy(tmp_path / "stored", dtype="float32", policy=policy) == greedy(
+        tmp_path / "dense", policy=policy
+    )
+
+
 def changed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    file = path / "model.safetensors"
+    file = path / FILE
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})

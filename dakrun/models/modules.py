@@ -7,6 +7,9 @@ loader and runners walk the modules. Knows neither devices nor tiers.
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -84,25 +87,27 @@ class Operand:
 
         `rows` starts with a row block, and stops at the end of a row block or of the operand.
         """
-        firsts = [(source, 0, source.shape[0]) for source in self.sources]  # row, number of rows
-        together = 1
-        if self.interleaved and for_kernels:
-            together = 2
-            if len(firsts) == 1:
-                ((source, _, count),) = firsts
-                firsts = [(source, 0, count // 2), (source, count // 2, count // 2)]
-        found, top = [], 0
-        for number in range(0, len(firsts), together):
-            group = firsts[number : number + together]
-            height = sum(count for _, _, count in group)
+        together = 2 if self.interleaved and for_kernels else 1
+        halves = len(self.sources) < together
+        ends = self._ends[together - 1 :: together] if not halves else self._ends
+        number, found = bisect.bisect_right(ends, rows.start), []
+        top = ends[number - 1] if number else 0
+        while number < len(ends) and max(top, rows.start) < rows.stop:
+            height = ends[number] - top
             start, stop = (min(max(row - top, 0), height) for row in (rows.start, rows.stop))
-            if start < stop:
-                found += [
-                    (source, slice(first + start // together, first + stop // together))
-                    for source, first, _ in group
-                ]
-            top += height
+            group = self.sources[number * together : (number + 1) * together]
+            firsts = [(group[0], 0), (group[0], height // 2)] if halves else [(s, 0) for s in group]
+            found += [
+                (source, slice(first + start // together, first + stop // together))
+                for source, first in firsts
+            ]
+            number, top = number + 1, ends[number]
         return found
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """The row behind the last one of each source; a checkpoint may have many thousands."""
+        return [*itertools.accumulate(source.shape[0] for source in self.sources)]
 
 
 class Norm:
