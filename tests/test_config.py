@@ -378,7 +378,6 @@ def test_sampling_params_may_be_written_in_several_ways() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [("detokenize", True, False), ("best_of", 1, 2),
-     ("structured_outputs", None, object()),
      ("skip_special_tokens", True, False), ("allowed_token_ids", None, [1])],
 )  # fmt: skip
 def test_sampling_options_that_are_not_supported(name: str, neutral: object, other: object) -> None:

@@ -10,19 +10,23 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     StaticCache,
 )
 
 from dakrun.bench.prefetch import built
-from dakrun.config import LinearRope, Llama3Rope, LongRope, ModelConfig, YarnRope
+from dakrun.config import LinearRope, Llama3Rope, LongRope, MixtureConfig, ModelConfig, YarnRope
 from dakrun.errors import CannotRun
 from dakrun.probe.chain import graph_seconds
 from dakrun.units import ceil_div
@@ -148,14 +152,60 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
         "qwen2": Qwen2Config,
         "qwen3": Qwen3Config,
         "phi3": Phi3Config,
+        "qwen3_moe": Qwen3MoeConfig,
+        "mixtral": MixtralConfig,
+        "olmoe": OlmoeConfig,
+        "glm4_moe": Glm4MoeConfig,
     }
+    if config.mixture:
+        common |= _experts(config, config.mixture)
     return kinds[config.family](
         num_key_value_heads=config.num_kv_heads,
         rope_parameters=rope,
-        intermediate_size=config.ffn_size,
+        **{"intermediate_size": config.ffn_size, **common},
         rms_norm_eps=config.norm_eps,
-        **common,
     )
+
+
+def _experts(config: ModelConfig, mixture: MixtureConfig) -> dict[str, Any]:
+    """What transformers' configuration says of experts, in the keys of the family."""
+    routing, dense = mixture.routing, list(mixture.dense_layers)
+    common = {"num_experts_per_tok": routing.top_k, "norm_topk_prob": routing.renormalized}
+    match config.family:
+        case "mixtral":
+            return {
+                "num_local_experts": routing.experts,
+                "num_experts_per_tok": routing.top_k,
+                "intermediate_size": mixture.ffn_size,
+            }
+        case "olmoe":
+            return {
+                "num_experts": routing.experts,
+                "intermediate_size": mixture.ffn_size,
+                "attention_bias": config.attention_bias,
+                **common,
+            }
+        case "qwen3_moe":
+            return {
+                "num_experts": routing.experts,
+                "moe_intermediate_size": mixture.ffn_size,
+                "mlp_only_layers": dense,
+                "attention_bias": config.attention_bias,
+                **common,
+            }
+    return {
+        "n_routed_experts": routing.experts,
+        "n_shared_experts": mixture.shared_size // mixture.ffn_size,
+        "moe_intermediate_size": mixture.ffn_size,
+        "first_k_dense_replace": len(dense),
+        "n_group": routing.groups,
+        "topk_group": routing.top_groups,
+        "routed_scaling_factor": routing.scale,
+        "partial_rotary_factor": config.rotary_factor,
+        "use_qk_norm": config.head_norms,
+        "attention_bias": config.attention_bias,
+        **common,
+    }
 
 
 def _rope(config: ModelConfig) -> dict[str, object]:

@@ -190,9 +190,9 @@ def bench(
     """Measure a model or a kernel; compare with memory bandwidth and the profile's prediction.
 
     --model alone: decode steps of batches of requests, with a part of all weights in a remote tier.
-    Runs on the CPU if there is no GPU. Needs --model; also takes --load-format, --batch-size,
-    --transport, --strategy, --prompt-len, --new-tokens, --hbm-budget, --host-budget, --peer-budget,
-    --rival, --plot.
+    Runs on the CPU if there is no GPU. Needs --model; also takes --load-format, --format,
+    --batch-size, --transport, --strategy, --prompt-len, --new-tokens, --hbm-budget, --host-budget,
+    --peer-budget, --rival, --plot.
 
     --kernel gemm: X W^T with a part of W in a remote tier, and cuBLAS with all of W in HBM. Needs a
     GPU; takes --shape, --model, --rows, --ablations.

@@ -73,7 +73,8 @@ def profiled_access(
         profile = find_profile(device="cuda", name=gpu_name(device))
     elif isinstance(profile, str):
         profile = load_profile(profile)
-    profile = profile.on(described_card(device))
+    if device.type == "cuda":
+        profile = profile.on(described_card(device))
     tier = profile.tier(remote)
     total = tier.direct_bytes_per_s + profile.hbm_bytes_per_s
     mixed = not is_windowed(tier, profile.card) and ratio <= tier.direct_bytes_per_s / total

@@ -90,7 +90,8 @@ def json_lengths(
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
     new = next((value for value in own if value is not None), max_tokens)
-    if type(new) is not int or new < 0 or len(prompts) > MAX_PROMPTS:
+    scored = fields.get("prompt_logprobs") is not None or fields.get("echo")
+    if type(new) is not int or new < (0 if scored else 1) or len(prompts) > MAX_PROMPTS:
         return NOTHING
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_N):
         return NOTHING

@@ -181,8 +181,9 @@ def _rows_as_stored(
         for job, nbytes in jobs:
             job.result()
             loaded.add(nbytes)
-    cpu = torch.device("cpu")
-    _fill(quantised, matrices, source, {}, cpu, loaded, for_kernels=False)
+    if quantised:
+        cpu = torch.device("cpu")
+        _fill(quantised, matrices, source, {}, cpu, loaded, for_kernels=False)
     return matrices
 
 
