@@ -175,8 +175,7 @@ __device__ __forceinline__ void wait_for_mask(const Sampling& sampling, int posi
 // NONE_ALLOWED. Not inlined, so that other rows do not pay for its registers. All threads of the
 // CTA take part, and get the token. `visible` is shared memory for AdjustedLogits.
 __device__ __noinline__ int choose_adjusted(Row row, const Sampling& sampling, int position,
-                                            uint32_t* visible) {
-  __shared__ SearchParts parts;
+                                            uint32_t* visible, SearchParts& parts) {
   Adjustments* const own = sampling.adjustments;
   const AdjustedLogits logits{row, visible, own};
   if (sampling.mask != nullptr) wait_for_mask(sampling, position);

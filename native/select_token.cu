@@ -71,10 +71,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bool adjusts =
       args.sampling != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
   if (args.sampling != nullptr && finite && (own->temperature > 0.0f || adjusts)) {
+    __shared__ SearchParts search;
     if (adjusts) {
-      logged = choose_adjusted(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem));
+      logged = choose_adjusted(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem), search);
     } else {
-      __shared__ SearchParts search;
       logged = sample(ModelLogits{row}, maximum, logit_of(maximum), *own, length + 1, search);
     }
     if (threadIdx.x > 0) return;
