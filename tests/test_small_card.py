@@ -15,14 +15,15 @@ import torch
 from attended import Case
 from cards import SMALL, hold_to
 from cascaded import check_cascade
-from cases import few_examples
+from cases import cases, few_examples
 from emulated import atoms_map, boxes_map
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_linear import all_sms, moved
+from packed_matrices import quantised
 from prompt_cases import PromptCase
 
-from dakrun.formats import PACKED16
+from dakrun.formats import PACKED16, Quantised
 from dakrun.geometry import HEAD_DIMS
 from dakrun.hardware import Card
 from dakrun.kernels.gemm.dispatch import Products
@@ -116,6 +117,34 @@ def test_products(
     assert (found - exact).norm() <= 1e-3 * exact.norm()
     assert torch.equal(found, product(x.to(device), dense, [sum(row_blocks)], card))
     assert set(LAUNCHED) == {"splitk_gemm" if n <= 64 else "tiled_gemm"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "many"),
+    cases(
+        [
+            (Quantised("int4", 128), "tiled_gemm"),
+            (Quantised("e4m3", 128, 4), "tiled_gemm"),
+            (Quantised("int8", 32, 4, zeros=True), "unpack"),  # for torch: rings do not fit
+        ],
+        lambda layout, many: layout.code == "int4",
+    ),
+)
+def test_products_of_fewer_bits(
+    device: torch.device, card: Card, layout: Quantised, many: str
+) -> None:
+    access = (TierAccess(), TierAccess(1, 2**15))
+    splits = split_row_blocks((20, 7), access, card=card, atom_bytes=layout.atom_bytes)
+    weight = quantised(layout, 211, 456, splits, dtype=HALF, device=device.type)
+    exact = weight.dense().cpu().double()
+    for n, kernel in ((5, "splitk_gemm"), (16, "splitk_gemm"), (130, many)):
+        LAUNCHED.clear()
+        x = normal(n, 456).to(device)
+        out = torch.full((n, 211), math.nan, dtype=HALF, device=x.device)
+        Products(x.device, card)(x, weight, access, out)
+        assert set(LAUNCHED) == {kernel}
+        wanted = x.cpu().double() @ exact.T
+        assert (out.cpu() - wanted).norm() <= 1e-3 * wanted.norm()
 
 
 @few_examples(4)
