@@ -5,6 +5,7 @@ stand for, in float32: the product of a code and its scale.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -257,13 +258,16 @@ def save(
     *,
     plain: Sequence[str] = (),
     dtype: torch.dtype = torch.bfloat16,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """Write a tiny Llama whose linear layers are quantised, but those whose names have a `plain`.
+    """Write a tiny model whose linear layers are quantised, but those whose names have a `plain`.
 
-    Returns transformers' model of the weights that are stored, in float32.
+    It is a Llama if there is no `config`. Returns transformers' model of the weights that are
+    stored, in float32.
     """
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), dtype=dtype).eval()
+    config = config or LlamaConfig(**CONFIG)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     model = model.float()
@@ -273,8 +277,22 @@ def save(
             continue
         written, dense = write(tensors.pop(name))
         tensors |= {f"{module}.{suffix}": each.contiguous() for suffix, each in written.items()}
-        model.get_submodule(module).weight.data = dense
+        _put(model, module, dense)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": settings}))
     return model
+
+
+def _put(model: PreTrainedModel, module: str, dense: torch.Tensor) -> None:
+    """Let `dense` be the weight of a module, or of an expert's, which transformers stacks."""
+    expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj", module)
+    if not expert:
+        model.get_submodule(module).weight.data = dense
+        return
+    experts, number = model.get_submodule(expert[1]), int(expert[2])
+    if expert[3] == "down":
+        experts.down_proj.data[number] = dense
+        return
+    gate, up = experts.gate_up_proj.data[number].chunk(2)
+    (gate if expert[3] == "gate" else up).copy_(dense)

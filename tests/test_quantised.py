@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cards import hopper
-from quantised import FORMATS, compressed, fp8, gptq, save
+from quantised import CONFIG, FORMATS, compressed, fp8, gptq, save
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from dakrun.config import SamplingParams
 from dakrun.engine import tier_accesses
@@ -148,6 +148,23 @@ def test_layers_may_mix_formats(tmp_path: Path) -> None:
         if isinstance(stored := op.op.stored(), QuantisedRows)
     }
     assert codes == {"qkv": "e4m3", "o": "e4m3", "gate_up": "int4", "down": "int4"}
+    assert tokens_of(llm) == expected(model)
+
+
+@pytest.mark.parametrize("name", ["fp8-small-block", "awq"])
+def test_experts_may_be_quantized(name: str, tmp_path: Path) -> None:
+    """The router and the lm_head stay in 16 bits."""
+    config = Qwen3MoeConfig(
+        **(CONFIG | {"intermediate_size": 96}), head_dim=64, num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=96, norm_topk_prob=True,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    settings, write = FORMATS[name]
+    settings = settings | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}
+    model = save(tmp_path, settings, write, config=config)
+    llm = llm_of(tmp_path)
+    quantised = {op.op.name for op in llm.plan.weights() if op.op.code_bits}
+    assert {"qkv", "o"} < quantised and len(quantised) == 4
     assert tokens_of(llm) == expected(model)
 
 
