@@ -263,6 +263,14 @@ def test_formats_that_are_not_supported(
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128], not"),
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size is 0, not"),
         ({"quant_method": "compressed-tensors"}, "config_groups is None, not an object"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, "dynamic is [1], not an object"),
+        (
+            {
+                "config_groups": {"g": {"targets": ["re:("], "weights": INT4}},
+                "format": "pack-quantized",
+            },
+            "not made of regular expressions",
+        ),
     ],
 )
 def test_malformed_settings(settings: Any, said: str, tmp_path: Path) -> None:

@@ -40,7 +40,12 @@ def parse_quantization(raw: Any, *, name: str, dtype: str) -> Quantization:
     method = settings.text("quant_method", "compressed-tensors" if "config_groups" in raw else "")
     if method not in _METHODS:
         settings.refuse(f"quantized with {method or 'an unknown method'}")
-    return _METHODS[method](settings)
+    found = _METHODS[method](settings)
+    try:
+        found.of("")  # compiles the patterns
+    except re.error as problem:
+        settings.malformed("", str(problem), "made of regular expressions")
+    return found
 
 
 class _Settings:
@@ -138,7 +143,7 @@ def _gptq(settings: _Settings) -> Quantization:
 
     ignored = list(_skipped(settings))[settings.flag(_HEAD, False) :]
     groups: list[tuple[str, Stored]] = []
-    for pattern, change in (settings.raw.get("dynamic") or {}).items():
+    for pattern, change in settings.part("dynamic", settings.raw.get("dynamic") or {}).raw.items():
         if pattern.startswith("-:"):
             ignored.append(f".*(?:{pattern[2:]}).*")
         else:
