@@ -36,12 +36,30 @@ using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
 template <int row_blocks>
 __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, bool last, Sums* acc) {
   constexpr int kPairs = (row_blocks + 1) / 2;
+  constexpr bool kWhole = GROUP > kAtomK;  // one scale for the unit
   const int lane = opaque_lane();
   x += lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);  // as in gemm_multiply.cuh
-  float2 sums[kPairs][kSets][2 * TILES];
+  float2 sums[kPairs][kSets][2 * TILES] = {};
+  RowScales scales[row_blocks];
+  // acc += scales * sums
+  const auto add = [&](int step) {
+#pragma unroll
+    for (int i = 0; i < row_blocks; i++) {
+      const float scale = scales[i].scale(step);
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        const int number = 2 * tile + i % 2;
+        float2 sum = sums[i / 2][0][number];
+        if (kSets == 2) {
+          const float2 more = sums[i / 2][kSets - 1][number];
+          sum.x += more.x, sum.y += more.y;
+        }
+        acc[i / 2][number].x += scale * sum.x, acc[i / 2][number].y += scale * sum.y;
+      }
+    }
+  };
 #pragma unroll 1  // takes fewer registers
   for (int atom = 0; atom < kUnitAtoms; atom++, x += kXAtomBytes) {
-    RowScales scales[row_blocks];
     Codes codes[row_blocks];
 #pragma unroll
     for (int i = 0; i < row_blocks; i++) {
@@ -51,9 +69,7 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, bool last
     uint32_t b[TILES][4];
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-      const int number = GROUP > kAtomK ? 4 * atom + step : step, set = step % kSets;
-      const bool begins = !kScalesWeights && number * 16 % GROUP < kSets * 16;
-      const bool ends = !kScalesWeights && (number + 1) * 16 % GROUP == 0;
+      const int set = step % kSets, in_group = step * 16 % GROUP;
       if (step % 2 == 0) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
@@ -75,26 +91,14 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, bool last
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           float2* const of = (kScalesWeights ? acc[pair] : sums[pair][set]) + 2 * tile;
-          if (begins) of[0] = of[1] = {0.0f, 0.0f};
+          if (!kScalesWeights && !kWhole && in_group < kSets * 16) of[0] = of[1] = {0.0f, 0.0f};
           ptx::mma(of[0], of[1], a, b[tile][step % 2 * 2], b[tile][step % 2 * 2 + 1], Element());
         }
       }
-#pragma unroll
-      for (int i = 0; i < row_blocks && ends; i++) {
-        const float scale = scales[i].scale(step);
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-          const int number = 2 * tile + i % 2;
-          float2 sum = sums[i / 2][0][number];
-          if (kSets == 2) {
-            const float2 more = sums[i / 2][kSets - 1][number];
-            sum.x += more.x, sum.y += more.y;
-          }
-          acc[i / 2][number].x += scale * sum.x, acc[i / 2][number].y += scale * sum.y;
-        }
-      }
+      if (!kScalesWeights && !kWhole && (step + 1) * 16 % GROUP == 0) add(step);
     }
   }
+  if (!kScalesWeights && kWhole) add(0);
   if (kScalesWeights && SCALE_BYTES == 1 && last) {
 #pragma unroll
     for (int i = 0; i < row_blocks; i++) {
