@@ -183,9 +183,7 @@ __device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
                                         int tier_of_cta, int, const Moments& moments) {
-  const Tier& tier = args.tiers[tier_of_cta];
-  const int units = args.k / kUnitCols, stage_units = tier.stage_atoms / kUnitAtoms;  // 1, 2 or 4
-  const int in_stage = own_share() & stage_units - 1;  // the share's unit of a stage that has one
+  const int stage_cols = args.tiers[tier_of_cta].stage_atoms * kAtomK;  // 1, 2 or 4 units
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
@@ -195,30 +193,31 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
     divide(row_blocks, first, count);
 
     Sums sums[kWarpPairs] = {};
-    int k = 0;  // the current stage's first unit
-    const auto pass_until = [&](int unit) {
+    int k = 0;  // the current stage's first column
+    const auto pass_until = [&](int column) {
 #pragma unroll 1
-      for (; k < unit; k += stage_units) {
+      for (; k < column; k += stage_cols) {
         wait_for(ring, stage);
         release(ring, stage);
       }
     };
 #pragma unroll 1
-    for (int next = own_share() & -stage_units; next + in_stage < units; next += kShares) {
-      pass_until(next);
+    for (int own = own_share() * kUnitCols; own < args.k; own += kShares * kUnitCols) {
+      pass_until(own & -stage_cols);
       wait_for(ring, stage);
-      const uint32_t w = ring.smem_w(stage.stage) + (in_stage * row_blocks + first) * kUnitBytes;
-      const uint32_t x = ring.smem_x(stage.stage) + in_stage * kUnitAtoms * kXAtomBytes;
+      const int unit = (own - k) / kUnitCols;  // of the stage
+      const uint32_t w = ring.smem_w(stage.stage) + (unit * row_blocks + first) * kUnitBytes;
+      const uint32_t x = ring.smem_x(stage.stage) + unit * kUnitAtoms * kXAtomBytes;
 #pragma unroll
       for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
         if (i < count)
           multiply_some<kAtOnce>(count - i, smem + (w - ptx::smem_address(smem)) + i * kUnitBytes, x,
-                                 next + in_stage + kShares >= units, sums + i / 2);
+                                 own + kShares * kUnitCols >= args.k, sums + i / 2);
       }
       release(ring, stage);
-      k += stage_units;
+      k += stage_cols;
     }
-    pass_until(units);
+    pass_until(args.k);
 
     divide(at.row_blocks(), first, count);
     const int share = own_share();
