@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from cards import properties
+from cards import hopper, properties
 from click.testing import CliRunner
 from quantised import CONFIG, FORMATS, KINDS
 from safetensors.torch import load_file, save_file
@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from dakrun.cli.main import main
-from dakrun.config import Routing, SamplingParams, Workload
-from dakrun.engine.build import why_plain_torch
+from dakrun.config import ModelConfig, Routing, SamplingParams, Workload
+from dakrun.engine.build import tier_accesses, why_plain_torch
 from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import Quantised, Rows
 from dakrun.hardware import load_profile
@@ -26,8 +26,9 @@ from dakrun.kernels import experts
 from dakrun.llm import LLM
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.memory.tiers import allocate_tiers
-from dakrun.models import decoder_of, known_model
+from dakrun.models import decoder_of, known_model, parse_model_config
 from dakrun.plan import Policy, decode_ops, make_plan
+from dakrun.weights import Checkpoint, Packing, load, loading, tier_capacities
 
 MIXTURES = [name for name, of in tiny_models.CONFIGS.items() if hasattr(of, "num_experts_per_tok")]
 FILE = "model.safetensors"
@@ -211,6 +212,27 @@ def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path:
     )
 
 
+def test_packed_for_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates alternate with ups expert by expert; no norm is folded; the router has 32 bits."""
+    monkeypatch.setattr(loading, "PIECE_ELEMENTS", 40 * 384)
+    path, cpu, card = tiny_models.save("glm4-moe", tmp_path, torch.bfloat16), "cpu", hopper(5)
+    plan = LLM(path, device=cpu, batch_size=2, policy=Policy(offload_ratio=0.4)).plan
+    tiers = allocate_tiers(tier_capacities(plan, packed=True), torch.device(cpu))
+    with Checkpoint(path) as source:
+        packing = Packing(tier_accesses(plan, card), card)
+        weights = load(source, plan, tiers, torch.device(cpu), packing=packing)
+    layer = tiny_models.reference("glm4-moe", torch.bfloat16).model.layers[2].mlp
+    gates, ups = layer.experts.gate_up_proj.data.chunk(2, dim=1)
+    pairs = torch.stack([gates, ups], 2).flatten(0, 2)
+    assert weights.matrices["layers.2.experts_gate_up"].dense().equal(pairs)
+    down = weights.matrices["layers.2.experts_down"]
+    assert down.dense().equal(layer.experts.down_proj.data.flatten(0, 1))
+    assert down.for_kernels and all(part.nbytes for part in down.parts)
+    router = weights.resident["layers.2.router.weight"]
+    assert router.dtype == torch.float32 and router.equal(layer.gate.weight.data.float())
+    assert weights.resident["layers.2.router.bias"].dtype == torch.float32
+
+
 def changed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     file = path / FILE
     tensors = load_file(file)
@@ -317,3 +339,66 @@ def test_a_gpu_runs_experts_in_plain_torch_and_says_so(monkeypatch: pytest.Monke
     plan = make_plan(model, work, load_profile("h100-sxm"), Policy())
     why = why_plain_torch(plan, torch.device("cuda", 0))
     assert why == "there are no kernels for qwen3-30b-a3b's experts"
+
+
+RAW = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def parsed(family: str, **changed: object) -> ModelConfig:
+    return parse_model_config({**RAW, "model_type": family, **changed}, name="m")
+
+
+def test_what_config_json_says_of_experts() -> None:
+    qwen = parsed("qwen3_moe", num_experts=16, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert qwen.mixture is not None and qwen.mixture.dense_layers == (0, 2, 3, 4)
+    assert qwen.mixture.routing == Routing(experts=16, top_k=8, renormalized=False)
+    assert parsed("qwen3_moe", num_local_experts=16).mixture == parsed(
+        "qwen3_moe", num_experts=16
+    ).mixture  # fmt: skip
+    mixtral = parsed("mixtral").mixture
+    assert mixtral is not None and mixtral.ffn_size == 96
+    assert mixtral.routing == Routing(experts=8, top_k=2)
+    glm = parsed("glm4_moe", n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2)
+    assert glm.mixture is not None and glm.mixture.shared_size == 2 * 1408
+    assert glm.mixture.dense_layers == (0, 1) and glm.extra_layers == 1 and glm.rotary_dim == 8
+    assert glm.mixture.routing == Routing(
+        experts=128, top_k=8, scores="sigmoid", biased=True, groups=4, top_groups=2
+    )
+    bare = parsed("glm4_moe", first_k_dense_replace=0, num_nextn_predict_layers=0)
+    assert bare.mixture is not None and not bare.mixture.dense_layers and not bare.extra_layers
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "positions"),
+    [
+        ("qwen3_moe", {"sliding_window": 64, "max_window_layers": 6}, 512),
+        ("qwen3_moe", {"sliding_window": 64, "use_sliding_window": True}, 64),
+        ("mixtral", {"sliding_window": None}, 512),
+        ("mixtral", {"sliding_window": 64}, 64),
+        ("olmoe", {"sliding_window": 64}, 512),
+    ],
+)
+def test_positions_end_with_the_sliding_window(
+    family: str, changed: dict[str, object], positions: int
+) -> None:
+    assert parsed(family, **changed).max_positions == positions
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "error", "said"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, CannotRun, "clip_qkv is not supported"),
+        ("qwen3_moe", {"partial_rotary_factor": 0.5}, CannotRun, "a part of each head"),
+        ("qwen3_moe", {"num_experts": "many"}, UsageError, 'num_experts is "many"'),
+        ("mixtral", {"num_experts_per_tok": 9}, UsageError, "9 experts a token cannot be chosen"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, UsageError, "not 16 times 1.5"),
+    ],
+)
+def test_experts_that_are_not_supported(
+    family: str, changed: dict[str, object], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        parsed(family, **changed)

@@ -109,7 +109,9 @@ def load(
     _fill(list(model.matrices()), matrices, source, resident, device, loaded, for_kernels=True)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
-    return Weights(matrices, {name: vector.to(dtype) for name, vector in resident.items()})
+    wide = {vector.name for vector in model.vectors() if vector.wide}
+    narrow = {name: vector.to(dtype) for name, vector in resident.items() if name not in wide}
+    return Weights(matrices, resident | narrow)
 
 
 def _allocate(
