@@ -343,7 +343,8 @@ def test_a_gpu_runs_experts_in_plain_torch_and_says_so(monkeypatch: pytest.Monke
 
 RAW = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6,
-    "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 
 
