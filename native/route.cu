@@ -2,6 +2,7 @@
 // that chose it, in the order of rows.
 //
 //   a CTA has a tile of 32 rows and one expert per warp:
+//     prefetch the experts' weights
 //     wait for predecessor kernels
 //     logits of its experts: a lane has every 32nd chunk of 8 columns
 //   the tile's last CTA, one warp per row:
@@ -23,6 +24,7 @@ constexpr int kTileRows = ROUTE_TILE_ROWS;
 constexpr int kMaxExperts = ROUTE_MAX_EXPERTS;
 constexpr int kRowsAtOnce = 8;
 constexpr int kPerLane = kMaxExperts / 32;
+constexpr int kLine = 32;  // floats of a line of the cache
 static_assert(kTileRows == 32, "a mask of a tile's rows is a word");
 
 struct RouteArgs {
@@ -261,6 +263,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (tile >= tiles) return fill_sm();
   const int expert = blockIdx.x % parts * ROUTE_WARPS + warp;
   const int first = tile * kTileRows, rows = min(kTileRows, args.n - first);
+  if (expert < args.experts) {
+    const float* const weight = args.weight + static_cast<int64_t>(expert) * args.hidden;
+    for (int i = threadIdx.x % 32 * kLine; i < args.hidden; i += 32 * kLine)
+      ptx::prefetch(weight + i);
+  }
   ptx::wait_for_dependencies();
   if (expert < args.experts) multiply(args, expert, first, rows);
   if (!arrives_last(args.arrivals + tile, parts, last)) return;
