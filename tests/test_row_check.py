@@ -43,8 +43,11 @@ def source(tmp_path: Path) -> Path:
 def test_reasons_are_counted_and_the_first_of_each_is_named(
     make: Callable[..., Path], pack: Callable[[bytes], bytes]
 ) -> None:
-    found = check_rows(open_reader(make(pack(TEXT.encode()))), RULES)
-    assert found is not None and (found.rows, found.whole) == (8, True)
+    checked = check_rows(open_reader(make(pack(TEXT.encode()))), RULES)
+    assert checked is not None
+    run, found = checked
+    assert (run.requests, run.share) == (3, 1.0)
+    assert (found.rows, found.whole) == (8, True)
     assert found.lines == {2, 3, 4, 5, 6} == {error.line for error in found.errors}
     assert (found.prompt_tokens, found.new_tokens) == (1 + 3 + 2, 5 + 7 + 5)
     assert [(reason.code, reason.rows, reason.line) for reason in found.reasons] == [
@@ -64,8 +67,11 @@ def test_only_the_start_of_a_long_file_is_checked(
     make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dakrun.requests.look_ahead.LOOK_AHEAD", 4)
-    found = check_rows(open_reader(make(TEXT.encode())), RULES)
-    assert found is not None and (found.rows, found.whole) == (4, False)
+    checked = check_rows(open_reader(make(TEXT.encode())), RULES)
+    assert checked is not None
+    run, found = checked
+    assert run.share == len("".join(TEXT.splitlines(keepends=True)[:4])) / len(TEXT)
+    assert (found.rows, found.whole) == (4, False)
     assert str(found).startswith("3 of the first 4 rows cannot run: 1 duplicate_id (line 2: ")
 
 

@@ -41,15 +41,13 @@ def check_source(
     from dakrun.requests import RequestReader, check_rows
 
     with _on_disk(source) as path, RequestReader(path, defaults=params) as reader:
-        rows = check_rows(reader, rules, whole=whole)
-        if rows is not None:
-            expected = reader.expected_run(rules.max_model_len, without=rows.lines)
-    if rows is None or expected is None:
+        found = check_rows(reader, rules, whole=whole)
+    if found is None:
         raise UsageError(
-            f"{source}: a pipe, and its rows are read twice",
+            f"{source}: a pipe, whose size is not known",
             hint="write the prompts to a file, and give that to -i, or pipe them to -i -",
         )
-    return expected, rows
+    return found
 
 
 @contextmanager

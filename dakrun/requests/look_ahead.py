@@ -40,6 +40,11 @@ class AheadRow(NamedTuple):
     digest: int = 0
     place: int = 0
 
+    @property
+    def lengths(self) -> RowLengths:
+        """The row's lengths, as they are estimated."""
+        return RowLengths(-self.minus_prompt, -self.minus_new, self.choices, self.shared)
+
 
 class LookAhead:
     """Iterates over `rows`, each with its content, in the order in which they should begin.
@@ -111,13 +116,9 @@ class LookAhead:
         """The number of rows that were looked at and not taken."""
         return len(self._rows)
 
-    def lengths(self, without: frozenset[int] = frozenset()) -> Iterator[RowLengths]:
-        """Lengths of the rows that were not taken yet, but for the line numbers `without`."""
-        return (
-            RowLengths(-row.minus_prompt, -row.minus_new, row.choices, row.shared)
-            for row in self._rows
-            if row.number not in without
-        )
+    def lengths(self) -> Iterator[RowLengths]:
+        """Lengths of the rows that were not taken yet."""
+        return (row.lengths for row in self._rows)
 
     def close(self) -> None:
         """Free the disk space; close the input, unless the thread waits for it."""

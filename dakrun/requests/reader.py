@@ -4,7 +4,7 @@ A row goes one way: lines.py reads its line, the reader takes content and id fro
 look_ahead.py puts the longest rows first, row_parser.py makes Requests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from dakrun.requests.json_rows import decode_utf8, id_of, json_object
 from dakrun.requests.lengths import (
     NOTHING,
     PromptStarts,
+    RowLengths,
     json_lengths,
     text_lengths,
 )
@@ -123,28 +124,23 @@ class RequestReader:
             return kind_of(first).name
         return NATIVE.name if isinstance(first, str) else None
 
-    def expected_run(
-        self, max_model_len: int, *, without: frozenset[int] = frozenset()
-    ) -> ExpectedRun | None:
+    def expected_run(self, max_model_len: int) -> ExpectedRun | None:
         """The run of the file's rows by a model of `max_model_len` tokens; None for a pipe.
 
         Looks at the first LOOK_AHEAD rows. A longer file is taken to go on like these: the number
-        of its requests follows from its bytes. Of a pipe it only begins to read. `without` are
-        numbers of lines that are known not to run.
+        of its requests follows from its bytes. Of a pipe it only begins to read.
         """
-        if (share := self._share(max_model_len)) is None:
-            return None
-        rows = list(self._look_ahead(max_model_len).lengths(without))
-        return ExpectedRun.of(rows, share, self._defaults)
-
-    def _share(self, max_model_len: int) -> float | None:
-        """Look at the first rows; the share of the file that they are, None for a pipe."""
         ahead = self._look_ahead(max_model_len)
         if self.bytes_total is None:
             return None
         ahead.fill()
-        total = max(1, self.bytes_read, self.bytes_total)
-        return 1.0 if ahead.ended else max(1, self.bytes_read) / total
+        return self.run_of(list(ahead.lengths()), ended=ahead.ended)
+
+    def run_of(self, rows: Sequence[RowLengths], *, ended: bool) -> ExpectedRun:
+        """The run of a file that goes on like `rows`, which were read of it, unless it `ended`."""
+        total = max(1, self.bytes_read, self.bytes_total or 0)
+        share = 1.0 if ended else max(1, self.bytes_read) / total
+        return ExpectedRun.of(rows, share, self._defaults)
 
     def rows(self, rules: PromptRules) -> Iterator[Request | RowError | None]:
         """Every row as a Request, or as a RowError if it is malformed or breaks `rules`.
@@ -177,10 +173,12 @@ class RequestReader:
             return None
         return (InputRow(row.id, row.number, row.digest) for row, _ in rows)
 
-    def parsed_in_order(self, rules: PromptRules) -> Iterator[Request | RowError] | None:
-        """All rows as in `rows`, in the file's order, read beside this reader; None for a pipe."""
-        rows = self._read_again(rules.max_model_len)
-        return None if rows is None else (parse_row(*row, self._defaults, rules) for row in rows)
+    def in_order(self, rules: PromptRules) -> Iterator[tuple[RowLengths, Request | RowError]]:
+        """All rows as in `rows`, whose place it takes, in the file's order, with their lengths."""
+        self._max_model_len = rules.max_model_len
+        _ = self._first_row  # which sets the format
+        for row, content in self._read_rows():
+            yield row.lengths, parse_row(row, content, self._defaults, rules)
 
     def _read_again(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes]] | None:
         """All rows in the file's order, read beside this reader; None for a pipe."""

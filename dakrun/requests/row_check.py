@@ -8,15 +8,15 @@ known of it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dakrun.config import MAX_SIZE, SamplingParams
 from dakrun.errors import UsageError
 from dakrun.grammars import StructuredOutputsParams, check_form
+from dakrun.plan import ExpectedRun
 from dakrun.requests import look_ahead
 from dakrun.requests.chat_template import PLAIN, TemplateOptions
-from dakrun.requests.lengths import chat_text, tokens_of
+from dakrun.requests.lengths import RowLengths, chat_text, tokens_of
 from dakrun.requests.native_rows import error_row
 from dakrun.requests.prompts import BadRow, PromptRules, check_encodable
 from dakrun.requests.request import RowError
@@ -126,16 +126,17 @@ class RowCheck:
 
 def check_rows(
     reader: "RequestReader", rules: PromptRules, *, whole: bool = False
-) -> RowCheck | None:
-    """Check the first LOOK_AHEAD rows of the reader's file, or the `whole` of it; None for a pipe.
+) -> tuple[ExpectedRun, RowCheck] | None:
+    """The run of the rows that can run, and a check of the file; None for a pipe.
 
-    Reads the file beside the reader.
+    Reads the first LOOK_AHEAD rows, from which the run follows; with `whole` checks the rest, too.
     """
-    if (parsed := reader.parsed_in_order(rules)) is None:
+    if reader.bytes_total is None:
         return None
-    count = prompt_tokens = new_tokens = 0
-    lines, reasons, errors = set[int](), dict[str, Reason](), list[RowError]()
-    for row in parsed if whole else islice(parsed, look_ahead.LOOK_AHEAD):
+    parsed, run, count, prompt_tokens, new_tokens = reader.in_order(rules), None, 0, 0, 0
+    able, lines = list[RowLengths](), set[int]()
+    reasons, errors = dict[str, Reason](), list[RowError]()
+    for lengths, row in parsed:
         count += 1
         if isinstance(row, RowError):
             lines.add(row.line)
@@ -143,12 +144,18 @@ def check_rows(
             reasons[row.code] = replace(known, rows=known.rows + 1)
             if len(errors) < SHOWN_ERRORS:
                 errors.append(row)
-            continue
-        choices = (row, *row.further)
-        prompt_tokens += sum(len(one.prompt_ids) for one in choices[:: row.reply.n])
-        rooms = ((one, rules.max_model_len - len(one.prompt_ids)) for one in choices)
-        new_tokens += sum(one.params.limit(room) for one, room in rooms)
-    return RowCheck(
+        else:
+            choices = (row, *row.further)
+            prompt_tokens += sum(len(one.prompt_ids) for one in choices[:: row.reply.n])
+            rooms = ((one, rules.max_model_len - len(one.prompt_ids)) for one in choices)
+            new_tokens += sum(one.params.limit(room) for one, room in rooms)
+            if run is None:
+                able.append(lengths)
+        if count == look_ahead.LOOK_AHEAD:
+            run = _run(reader, able, ended=False)
+            if not whole:
+                break
+    check = RowCheck(
         rows=count,
         whole=next(parsed, None) is None,
         reasons=tuple(reasons.values()),
@@ -157,3 +164,9 @@ def check_rows(
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
     )
+    return run or _run(reader, able, ended=True), check
+
+
+def _run(reader: "RequestReader", rows: Sequence[RowLengths], *, ended: bool) -> ExpectedRun:
+    """The run of `rows`, the longest first as in a run."""
+    return reader.run_of(sorted(rows, key=lambda row: (-row.new, -row.prompt)), ended=ended)
