@@ -268,6 +268,9 @@ def save(
     torch.manual_seed(7)
     config = config or LlamaConfig(**CONFIG)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # of norms
+            parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     model = model.float()

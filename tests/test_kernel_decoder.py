@@ -7,11 +7,12 @@ from pathlib import Path
 
 import emulated
 import pytest
+import quantised
 import torch
 from cards import PORTABLE, SMALL, hold_to
 from emulated import EmulatedKernel
 from tiny_models import damage, kernel_models, save_half
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from dakrun.config import SamplingParams, Workload
 from dakrun.engine import (
@@ -237,6 +238,40 @@ def test_prompts_and_steps(
         )
     ]  # fmt: skip
     assert launched and all(variant in ahead for variant in launched)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_quantized_weights(
+    name: str,
+    launched: list[tuple[str, dict[str, int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt and two steps of a model whose norms no matrix takes in, in two tiers."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 256}
+    config = LlamaConfig(**COMMON, **sizes, initializer_range=0.1)
+    reference = quantised.save(
+        tmp_path, *quantised.FORMATS[name], config=config, dtype=torch.float16
+    )
+    backend, cache, rows = model_of(tmp_path, 2)
+    monkeypatch.setattr(products.Products, "kernel_for", lambda *_: "splitk")
+    room = torch.empty(ROOM, dtype=torch.uint8)
+    with_room = backend.with_buffers(staging(backend), 128 + 2, logits=False)
+    prefill = Prefill(with_room, cache, KVShape(1, 64, 128), room, 128)
+    prompt = torch.randint(3, 203, (9,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert cache.reserve(0, len(prompt) + 3)
+    cache.flush()
+    (found,), _ = prefill.logits([Row(0, 0, length=len(prompt), tokens=prompt)])
+    assert close(found, logits(reference, prompt))
+    rows.prepare([cache.counts])
+    rows.slots.copy_(torch.arange(2))
+    rows.lengths.copy_(torch.tensor([len(prompt), decode_step.IDLE]))
+    rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
+    for _ in range(2):
+        prompt.append(int(rows.tokens[0]))
+        rows.run(cache.counts)
+        assert close(rows.backend.logits[0], logits(reference, prompt))
+    assert {macros.get("CODE") for file, macros in launched if file == gemm.SOURCE} > {None}
 
 
 @pytest.mark.parametrize("model", ["llama-gqa"], indirect=True)
