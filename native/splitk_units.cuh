@@ -27,6 +27,7 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 // of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
 constexpr int kAtOnce = TILES == 1 && !(kMixes && kCodeBits == 8) ? 4 : 2;  // row blocks
+constexpr int kLoadedSteps = TILES > 1 && kMixes && kCodeBits == 8 ? 2 : 4;  // of codes, at once
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
@@ -60,16 +61,17 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x, bool last
   };
 #pragma unroll 1  // takes fewer registers
   for (int atom = 0; atom < kUnitAtoms; atom++, x += kXAtomBytes) {
-    Codes codes[row_blocks];
+    Codes<kLoadedSteps> codes[row_blocks];
 #pragma unroll
-    for (int i = 0; i < row_blocks; i++) {
+    for (int i = 0; i < row_blocks; i++)
       scales[i].load(w + i * kUnitBytes, atom, lane / 4);
-      codes[i].load(w + i * kUnitBytes, atom, lane);
-    }
     uint32_t b[TILES][4];
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       const int set = step % kSets, in_group = step * 16 % GROUP;
+#pragma unroll
+      for (int i = 0; i < row_blocks && step % kLoadedSteps == 0; i++)
+        codes[i].load(w + i * kUnitBytes, atom, step, lane);
       if (step % 2 == 0) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)

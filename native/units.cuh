@@ -132,26 +132,31 @@ __device__ __forceinline__ uint32_t scaled(uint32_t pair, const RowScales& scale
   return packed(values.x * scale, values.y * scale);
 }
 
-// A lane's codes of an atom.
+// A lane's codes of `steps` steps of an atom, of 16 columns each.
+template <int steps>
 struct Codes {
-  uint32_t words[kAtomWords];
+  uint32_t words[steps / kWordSteps];
 
-  __device__ __forceinline__ void load(const uint8_t* unit, int atom, int lane) {
-    const uint8_t* const from = unit + atom * kCodesBytes + lane * 4 * kAtomWords;
-    if (kAtomWords == 2) {
+  // From step `first` of atom `atom` of a unit on.
+  __device__ __forceinline__ void load(const uint8_t* unit, int atom, int first, int lane) {
+    constexpr int kWords = steps / kWordSteps;
+    const int word = lane * kAtomWords + first / kWordSteps;
+    const uint8_t* const from = unit + atom * kCodesBytes + 4 * word;
+    if constexpr (kWords == 4) {
+      const uint4 all = *reinterpret_cast<const uint4*>(from);
+      words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+    } else if constexpr (kWords == 2) {
       const uint2 both = *reinterpret_cast<const uint2*>(from);
       words[0] = both.x, words[1] = both.y;
     } else {
-      const uint4 all = *reinterpret_cast<const uint4*>(from);
-      words[0] = all.x, words[1] = all.y, words[kAtomWords - 2] = all.z;
-      words[kAtomWords - 1] = all.w;
+      words[0] = *reinterpret_cast<const uint32_t*>(from);
     }
   }
 
   // The pairs of step `step`, of columns 16 * step + 2t and + 1, and + 8 and + 9, without scales.
   __device__ __forceinline__ void expand(int step, const RowScales& scales,
                                          uint32_t (&pairs)[2]) const {
-    const uint32_t word = words[step / kWordSteps], offset = scales.offset(step);
+    const uint32_t word = words[step % steps / kWordSteps], offset = scales.offset(step);
     const int first = step % kWordSteps * 2;
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -165,9 +170,9 @@ struct Pairs {
 
   __device__ __forceinline__ Pairs(const uint8_t* unit, int atom, int lane) {
     RowScales scales;
-    Codes codes;
+    Codes<4> codes;
     scales.load(unit, atom, lane / 4);
-    codes.load(unit, atom, lane);
+    codes.load(unit, atom, 0, lane);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       uint32_t both[2];
