@@ -122,8 +122,8 @@ __device__ __forceinline__ float group_score(const float* by, int size) {
   return best + second;
 }
 
-// Choose the experts of one row, by a warp. `by` [experts] and `picked` [experts] are its own shared
-// memory; `picked` becomes 1 for each chosen expert.
+// Choose the experts of one row, by a warp. `by` and `picked`, [experts], are its own shared memory;
+// `picked` becomes 1 for each chosen expert.
 __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by, uint8_t* picked) {
   const int lane = threadIdx.x % 32, experts = args.experts;
   const float* const logits = args.logits + static_cast<int64_t>(row) * experts;

@@ -183,9 +183,8 @@ def test_random_weights_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     assert found[0] == found[1] and len({*map(tuple, found[0])}) > 1
 
 
-@pytest.mark.parametrize("format", ["fp8-block", "awq", "gptq-zeros", "ct-4bit-zeros", "nvfp4"])
-def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path: Path) -> None:
-    """The router stays in float32; of a row block in another tier only its own bytes are read."""
+def save_quantized(folder: Path, format: str) -> None:
+    """Write a tiny Qwen3-MoE to folder/stored, and the weights that it stands for to folder/dense."""
     config = Qwen3MoeConfig(
         **CONFIG, head_dim=64, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96
     )
@@ -193,16 +192,21 @@ def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     settings, write = FORMATS[format]
     for name in ("stored", "dense"):
-        model.save_pretrained(tmp_path / name)
-    stored, dense = (load_file(tmp_path / name / FILE) for name in ("stored", "dense"))
+        model.save_pretrained(folder / name)
+    stored, dense = (load_file(folder / name / FILE) for name in ("stored", "dense"))
     for name in [name for name in stored if name.removesuffix(".weight").endswith(KINDS)]:
         written, dense[name] = write(stored.pop(name).bfloat16())
         module = name.removesuffix("weight")
         stored |= {f"{module}{suffix}": each.contiguous() for suffix, each in written.items()}
     for name, tensors in (("stored", stored), ("dense", dense)):
-        save_file(tensors, tmp_path / name / FILE, metadata={"format": "pt"})
-    file = tmp_path / "stored" / "config.json"
+        save_file(tensors, folder / name / FILE, metadata={"format": "pt"})
+    file = folder / "stored" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+
+
+@pytest.mark.parametrize("format", ["fp8-block", "awq", "gptq-zeros", "ct-4bit-zeros", "nvfp4"])
+def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, format)
     policy = Policy(offload_ratio=0.4)
     llm = LLM(tmp_path / "stored", device="cpu", dtype="float32", batch_size=2, policy=policy)
     matrices = llm.engine.runner.weights.matrices
@@ -210,6 +214,16 @@ def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path:
     assert greedy(tmp_path / "stored", dtype="float32", policy=policy) == greedy(
         tmp_path / "dense", policy=policy
     )
+
+
+def test_a_quantized_checkpoint_with_other_experts(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "awq")
+    path, name = tmp_path / "stored", "model.layers.0.mlp.experts.{}.up_proj.qweight"
+    more = {name.format(6): torch.zeros(256, 12, dtype=torch.int32)}
+    with pytest.raises(CannotRun, match=rf"does not account for tensor {name.format(6)}"):
+        greedy(changed(path, lambda t: t.update(more)))
+    with pytest.raises(CannotRun, match=rf"tensor {name.format(2)} is missing"):
+        greedy(changed(path, lambda t: t.pop(name.format(2))))
 
 
 def test_packed_for_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ _QUANTIZED = (
     *(".weight.absmax", ".weight.quant_map", ".SCB"),
 )
 _WRAPPER = re.compile(r"_orig_mod\.")  # torch.compile's, also around a part of a model
-_OF_A_LAYER = re.compile(r"(model\.)?(decoder\.)?layers\.(\d+)\..+\.(weight|bias)")
+_LAYER = re.compile(r"(?:model\.)?(?:decoder\.)?layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Checkpoint:
@@ -70,8 +71,8 @@ class Checkpoint:
     def check(self, model: Decoder) -> None:
         """Raise CannotRun unless every tensor of `model` is here with its shape, as floats.
 
-        Also raise it if a layer has a weight or bias that the model does not name, or if a tied
-        head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
+        Also raise it if a layer has a weight, bias or expert that the model does not name, or if a
+        tied head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
         and towers, layers that predict further tokens) are ignored, as in transformers. Names may
         lack the leading "model.".
         """
@@ -111,8 +112,13 @@ class Checkpoint:
                     hint='set "tie_word_embeddings" to false in config.json',
                 )
         for name in sorted(self._tensors.keys() - used):
-            of_layer = _OF_A_LAYER.fullmatch(name)
-            if of_layer and int(of_layer[3]) not in behind:
+            layer, expert = _LAYER.match(name), _EXPERT.search(name)
+            too_many = (
+                expert and config.mixture and int(expert[1]) >= config.mixture.routing.experts
+            )
+            if not layer or int(layer[1]) in behind:
+                continue
+            if name.endswith((".weight", ".bias")) or too_many:
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
                     hint=_expert_hint(name, config)
