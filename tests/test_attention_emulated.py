@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.geometry import HEAD_DIMS
-from dakrun.kernels import HeadNorms, attention_variant
+from dakrun.kernels import HeadNorms
 from dakrun.kernels.attention import kv_blocks
+from dakrun.kernels.attention import splitk as attention
 from dakrun.models.functional import rms_norm
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -40,7 +41,8 @@ def build(emulated_kernels: Callable[..., EmulatedKernel]) -> Build:
     def variant(
         dtype: torch.dtype, dim: int, group: int, *, reads_spilled: bool = False
     ) -> EmulatedKernel:
-        source, macros = attention_variant(dtype, dim, group, reads_spilled=reads_spilled)
+        source = attention.SOURCE
+        macros = attention.defines(dtype, dim, group, reads_spilled=reads_spilled)
         return emulated_kernels(source, "splitk_flash_attn", macros)
 
     return variant

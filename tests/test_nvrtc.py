@@ -19,8 +19,9 @@ from compiled import kept
 from dakrun.errors import CannotRun
 from dakrun.geometry import CUDA_CONSTANTS, FEW_ROWS, SPLITK_THREADS
 from dakrun.hardware import BARRIER_BYTES
-from dakrun.kernels import all_variants, attention_variant
+from dakrun.kernels import all_variants
 from dakrun.kernels.attention import cta_threads
+from dakrun.kernels.attention import splitk as attention
 from dakrun.kernels.runtime import (
     ARCHITECTURES,
     DTYPES,
@@ -127,7 +128,7 @@ def test_an_sm_has_room_for_launches_that_follow_each_other(dtype: torch.dtype) 
         and 8 * macros["TILES"] <= FEW_ROWS
     ]
     product = max(of_warp("splitk_gemm.cu", defines) for defines in products)
-    attends = of_warp(*attention_variant(dtype, 128, 1))
+    attends = of_warp(attention.SOURCE, attention.defines(dtype, 128, 1))
     warps, beside = SPLITK_THREADS // 32, cta_threads(1) // 32
     assert ceil_div(warps, 4) * product + beside // 4 * attends <= 64 * 1024 // 4
     assert 2 * warps // 4 * product <= 64 * 1024 // 4

@@ -11,6 +11,7 @@ from dakrun.kernels.bandwidth import Reader, Window, read_multicast, read_once, 
 from dakrun.kernels.embed import embed
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.normalize_heads import HeadNorms, normalize_heads
+from dakrun.kernels.runtime.needs import Variant
 from dakrun.kernels.select_token import (
     SAMPLING_WORDS,
     TokenMask,
@@ -21,13 +22,7 @@ from dakrun.kernels.select_token import (
 )
 from dakrun.kernels.store_kv import store_kv
 from dakrun.kernels.unpack import unpack
-from dakrun.kernels.variants import (
-    Variant,
-    all_variants,
-    attention_variant,
-    prompt_variant,
-    variants,
-)
+from dakrun.kernels.variants import all_variants, variants
 
 __all__ = [
     "SAMPLING_WORDS",
@@ -38,12 +33,10 @@ __all__ = [
     "Window",
     "adjustments",
     "all_variants",
-    "attention_variant",
     "embed",
     "mask_words",
     "normalize",
     "normalize_heads",
-    "prompt_variant",
     "read_multicast",
     "read_once",
     "read_window",

@@ -12,6 +12,7 @@ import torch
 from dakrun.geometry import BANDWIDTH_MAX_SOURCES, BANDWIDTH_MAX_STAGES
 from dakrun.kernels.runtime.card import card_of
 from dakrun.kernels.runtime.jit import kernel
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import fields, ints, pointers
 
 SOURCE = "bandwidth.cu"
@@ -165,3 +166,8 @@ def _ring_bytes(chunk: int, stages: int) -> int:
     if chunk * stages > card.lone_ring_bytes:
         raise ValueError(f"{stages} stages of {chunk} bytes do not fit into shared memory")
     return chunk * stages
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [{}] if needs.every else []

@@ -7,6 +7,7 @@ import torch
 from dakrun.geometry import CHUNK, ELEMENTWISE_THREADS
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -69,3 +70,8 @@ def embed(
     kernel = jit.kernel(SOURCE, "embed", {**operands.defines(table.dtype), **table.format.macros})
     kernel.launch(n * row_ctas, ELEMENTWISE_THREADS, args, pdl=pdl)
     return out
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [{**operands.defines(needs.dtype), **stored.macros} for stored in needs.formats]

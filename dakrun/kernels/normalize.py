@@ -8,6 +8,7 @@ from dakrun.config import NormKind
 from dakrun.geometry import CHUNK, NORMALIZE_MAX_COLS, ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.card import card_of
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
 
 WARP = 32  # threads
@@ -76,3 +77,8 @@ def normalize(
     if n:
         kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
     return out
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [operands.defines(needs.dtype)]

@@ -7,6 +7,7 @@ import torch
 
 from dakrun.geometry import CHUNK, ELEMENTWISE_THREADS
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
 
 WARP = 32  # threads, of which each has a chunk of a head
@@ -70,3 +71,8 @@ def normalize_heads(
     )
     kernel = jit.kernel(SOURCE, "normalize_heads", operands.defines(qkv.dtype))
     kernel.launch(ctas, ELEMENTWISE_THREADS, args, pdl=pdl)
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [operands.defines(needs.dtype)]

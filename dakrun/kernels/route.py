@@ -11,6 +11,7 @@ import torch
 from dakrun.config import Routing
 from dakrun.geometry import CHUNK
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
 
 SOURCE = "route.cu"
@@ -137,3 +138,8 @@ def route(
     shared = (4 * WARPS + TILE_ROWS) * experts
     kernel.launch(max(needed, ctas), 32 * WARPS, args, shared_bytes=shared, pdl=pdl)
     return out
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [defines(needs.dtype)] if needs.every else []

@@ -11,6 +11,7 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.geometry import ROW_THREADS
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
 
 SOURCE = "select_token.cu"
@@ -140,3 +141,8 @@ def select_token(
     mask_bytes = 4 * mask_words(vocabulary) if sampling is not None else 0
     kernel.launch(n, ROW_THREADS, args, shared_bytes=mask_bytes, pdl=pdl)
     return tokens
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [operands.defines(needs.dtype)]

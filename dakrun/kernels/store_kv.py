@@ -10,6 +10,7 @@ import torch
 
 from dakrun.geometry import CHUNK, ELEMENTWISE_THREADS, HEAD_DIMS
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
 
 SOURCE = "store_kv.cu"
@@ -73,3 +74,8 @@ def store_kv(
     threads = n * moved * (dim // (2 * CHUNK))
     kernel = jit.kernel(SOURCE, "store_kv", operands.defines(qkv.dtype))
     kernel.launch(ceil_div(threads, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [operands.defines(needs.dtype)]

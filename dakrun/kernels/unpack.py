@@ -6,8 +6,11 @@ import torch
 
 from dakrun.formats import WeightFormat
 from dakrun.geometry import ATOM_COLS, CHUNK, ELEMENTWISE_THREADS, ROWS_PER_BLOCK, UNPACK_ATOMS
+from dakrun.hardware import ANY_ROWS
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
+from dakrun.launches import tiled_rows
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -58,3 +61,13 @@ def unpack(
 def defines(dtype: torch.dtype, stored: WeightFormat) -> dict[str, int]:
     """Macros of the variant for a format; 16-bit elements of all dtypes are copied alike."""
     return {**operands.defines(dtype), **stored.macros} if stored.macros else {}
+
+
+@compiled_ahead(SOURCE, seconds=8)
+def _variants(needs: Needs) -> list[Macros]:
+    """Only torch multiplies by weights that are unpacked."""
+    return [
+        defines(needs.dtype, stored)
+        for stored in needs.formats
+        if needs.every or tiled_rows(needs.card, stored.atom_bytes) < ANY_ROWS
+    ]

@@ -6,6 +6,7 @@ import torch
 
 from dakrun.geometry import ELEMENTWISE_THREADS
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 
 SOURCE = "copy_blocks.cu"
 CTAS = 16  # 256 KiB in flight: they saturate a link, and do not hold up reads of HBM
@@ -57,3 +58,8 @@ def copy_blocks(
     )
     jit.kernel(SOURCE, "copy_blocks", {}).launch(CTAS, ELEMENTWISE_THREADS, args, pdl=pdl)
     return to
+
+
+@compiled_ahead(SOURCE)
+def _variants(needs: Needs) -> list[Macros]:
+    return [{}]

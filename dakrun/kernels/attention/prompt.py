@@ -25,6 +25,7 @@ from dakrun.hardware import Card
 from dakrun.kernels.attention.kv_blocks import BlockTables
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.card import card_of
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.memory.device import upload
 from dakrun.units import ceil_div
 
@@ -280,3 +281,12 @@ def defines(
         "PREFIXES": int(prefixes),
         "STAGES": ring_stages(head_dim, card),
     }
+
+
+@compiled_ahead(SOURCE, seconds=7)
+def _variants(needs: Needs) -> list[Macros]:
+    """With shared prefixes and without."""
+    return [
+        defines(needs.dtype, needs.head_dim, needs.card, prefixes=prefixes)
+        for prefixes in (False, True)
+    ]

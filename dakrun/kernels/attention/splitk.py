@@ -24,6 +24,7 @@ from dakrun.kernels.attention.config import AttentionConfig
 from dakrun.kernels.attention.kv_blocks import DTYPES, BlockTables
 from dakrun.kernels.normalize_heads import HeadNorms
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
 
@@ -286,3 +287,15 @@ def defines(
         "HEAD_NORMS": int(head_norms),
     }
     return {**operands.defines(dtype), "HEAD_DIM": head_dim, **tiles}
+
+
+@compiled_ahead(SOURCE, seconds=7)
+def _variants(needs: Needs) -> list[Macros]:
+    """With shared prefixes and without; the kernel for these never normalizes heads."""
+    return [
+        defines(
+            needs.dtype, needs.head_dim, needs.group, prefixes=prefixes,
+            reads_spilled=needs.spills, head_norms=needs.head_norms and not prefixes,
+        )
+        for prefixes in (False, True)
+    ]  # fmt: skip

@@ -12,8 +12,10 @@ from typing import Literal
 import torch
 
 from dakrun.config import Activation, NormKind
+from dakrun.formats import PACKED16, WeightFormat
 from dakrun.geometry import (
     ATOM_COLS,
+    FEW_ROWS,
     MAX_TIERS,
     ROWS_PER_BLOCK,
     SPLITK_THREADS,
@@ -25,9 +27,10 @@ from dakrun.geometry import (
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packed_matrix import addresses, atom_count
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder, address, fields, ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map
-from dakrun.launches import GemmConfig, can_mix
+from dakrun.launches import GemmConfig, can_mix, splitk_rows, tiles_for
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -298,3 +301,24 @@ def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
         for x_tiles, norm in itertools.product(SPLITK_X_TILES, (False, True))
         for macros in defines_of_tiers(dtype, x_tiles, norm, mixes=True)
     ]
+
+
+@compiled_ahead(SOURCE, seconds=6)
+def _variants(needs: Needs) -> list[Macros]:
+    """For mixed tiers too where weights have them."""
+    return [
+        {**macros, **stored.macros}
+        for stored in needs.formats
+        for x_tiles, norm in sorted(_sizes(needs, stored), reverse=True)
+        for macros in defines_of_tiers(needs.dtype, x_tiles, norm, mixes=needs.mixes)
+    ]
+
+
+def _sizes(needs: Needs, stored: WeightFormat) -> set[tuple[int, bool]]:
+    """Tiles of X and whether it is normalized, for the launches of products of few rows."""
+    if stored == PACKED16:
+        norms = [(n, needs.every or n <= FEW_ROWS) for n in needs.rows]
+        return {(tiles_for(n), norm) for n, may in norms for norm in (False, may)}
+    most = splitk_rows(stored.atom_bytes)
+    launched = {part for n in needs.rows for part in (min(n, most), n % most or most)}
+    return {(tiles_for(n), False) for n in launched}

@@ -23,9 +23,10 @@ from dakrun.geometry import (
 from dakrun.kernels.gemm.packed_matrix import PackedMatrix, packed_matrix
 from dakrun.kernels.gemm.splitk import ACTIVATIONS, check_product
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
-from dakrun.launches import PARTIAL_BYTES, Launch, TiledConfig, wide_tiles, x_tiles
+from dakrun.launches import PARTIAL_BYTES, Launch, TiledConfig, tiled_rows, wide_tiles, x_tiles
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -238,4 +239,14 @@ def all_defines(
     return [
         {**defines(dtype, tiles, wide=is_wide), **format.macros}
         for tiles, is_wide in sorted([*plain, *wide], reverse=True)
+    ]
+
+
+@compiled_ahead(SOURCE, seconds=9)
+def _variants(needs: Needs) -> list[Macros]:
+    return [
+        macros
+        for stored in needs.formats
+        if needs.every or tiled_rows(needs.card, stored.atom_bytes)
+        for macros in all_defines(needs.dtype, wgmma=needs.card.has_wgmma, format=stored)
     ]

@@ -2,7 +2,7 @@
 
 nvrtc compiles, jit caches, loads and launches, card says what launches may take of a GPU, held
 keeps them to another card's limits, graph captures, copy_engine copies between tiers, tensor_map
-describes matrices to TMA, operands has what wrappers share.
+describes matrices to TMA, operands has what wrappers share, needs where they register variants.
 """
 
 from dakrun.kernels.runtime.card import card_of, described_card, gpu_name, has_kernels
