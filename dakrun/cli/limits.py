@@ -35,8 +35,9 @@ def limits_option(command: Command) -> Command:
         card = _card(limits, options.get("device"))
         if not options.get("quiet"):
             eprint(
-                f"held to the limits of {limits}: {how_kernels_run(card)}; calls of torch's own "
-                "libraries are not held"
+                f"held to the limits of {limits}: {how_kernels_run(card)}; what torch multiplies "
+                "is not held: models without kernels, formats whose tiles do not fit, and what "
+                "bench compares with"
             )
         with held_to(card):
             return command(**options)
