@@ -116,9 +116,9 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
 }
 #endif
 
-// Two CTAs share an SM, one of this launch and one of the next; with mma and the largest N the
-// registers of two would spill.
-#if TILES == 8 && !CODE && !WGMMA
+// Two CTAs share an SM, one of this launch and one of the next; on 12.x a CTA's ring takes all of an
+// SM's shared memory. With mma and the largest N the registers of two would spill.
+#if __CUDA_ARCH__ >= 1200 || (TILES == 8 && !CODE && !WGMMA)
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;
