@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import dakrun.nn
 from dakrun.errors import CannotRun, UsageError
-from dakrun.formats import PACKED16, WeightFormat
+from dakrun.formats import PACKED16, Quantised, WeightFormat
 from dakrun.geometry import row_block_count
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.runtime import DTYPES
@@ -274,7 +274,9 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
 
         return launch
 
-    def kernel_format(like: torch.Tensor, cols: int) -> WeightFormat | None:
+    def kernel_format(
+        like: torch.Tensor, cols: int, layout: Quantised | None = None
+    ) -> WeightFormat | None:
         return PACKED16 if like.dtype in DTYPES and cols % 8 == 0 else None
 
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", stand_in("splitk"))
