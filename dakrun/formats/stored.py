@@ -111,16 +111,18 @@ def spread(scales: "torch.Tensor", group: int, layout: Quantised, cols: int) -> 
 
 
 def unpacked(words: "torch.Tensor", bits: int, order: Sequence[int] = ()) -> "torch.Tensor":
-    """Integers of `bits` in int32 words [..., n], the lowest first: uint8 [..., n * 32 / bits].
+    """Integers of 4 or 8 `bits` in int32 words [..., n], lowest first: uint8 [..., 32 n / bits].
 
     With `order` the i-th bits of a word are element order[i].
     """
     import torch
 
-    count = 32 // bits
-    places = list(range(count))
+    octets = words.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    octets = octets.view(*words.shape[:-1], -1)
+    every = octets
+    if bits == 4:
+        every = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
     if order:
-        places = [list(order).index(place) for place in places]
-    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
-    every = words.unsqueeze(-1) >> shifts.to(words.device)
-    return (every & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+        places = [order.index(element) for element in range(len(order))]
+        every = every.unflatten(-1, (-1, len(order)))[..., places].flatten(-2)
+    return every
