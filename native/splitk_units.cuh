@@ -26,8 +26,8 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 // With more rows of X, scaling the weights takes less than scaling sums, and no registers. Factors
 // of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
-constexpr int kAtOnce = TILES == 1 && !(kMixes && kCodeBits == 8) ? 4 : 2;  // row blocks
-constexpr int kLoadedSteps = TILES > 1 && kMixes && kCodeBits == 8 ? 2 : 4;  // of codes, at once
+constexpr int kAtOnce = TILES == 1 ? 4 : 2;  // row blocks
+constexpr int kLoadedSteps = TILES > 1 && kCodeBits == 8 ? 2 : 4;  // of codes, at once
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
