@@ -27,7 +27,8 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 // of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
 constexpr int kAtOnce = TILES == 1 ? 4 : 2;  // row blocks
-constexpr int kLoadedSteps = TILES > 1 && kCodeBits == 8 ? 2 : 4;  // of codes, at once
+// Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
+constexpr int kLoadedSteps = TILES == 1 || kCodeBits == 4 ? 4 : kMixes ? 1 : 2;
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
