@@ -184,7 +184,7 @@ def test_random_weights_do_not_depend_on_the_plan(tmp_path: Path) -> None:
 
 
 def save_quantized(folder: Path, format: str) -> None:
-    """Write a tiny Qwen3-MoE to folder/stored, and the weights that it stands for to folder/dense."""
+    """Write a tiny Qwen3-MoE to folder/stored, and what its weights stand for to folder/dense."""
     config = Qwen3MoeConfig(
         **CONFIG, head_dim=64, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96
     )

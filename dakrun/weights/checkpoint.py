@@ -72,9 +72,9 @@ class Checkpoint:
         """Raise CannotRun unless every tensor of `model` is here with its shape, as floats.
 
         Also raise it if a layer has a weight, bias or expert that the model does not name, or if a
-        tied head is stored and differs from the embeddings. Further tensors (rotary tables, other heads
-        and towers, layers that predict further tokens) are ignored, as in transformers. Names may
-        lack the leading "model.".
+        tied head is stored and differs from the embeddings. Further tensors (rotary tables, other
+        heads and towers, layers that predict further tokens) are ignored, as in transformers. Names
+        may lack the leading "model.".
         """
         config = model.config
         behind = range(config.num_layers, config.num_layers + config.extra_layers)
@@ -111,11 +111,10 @@ class Checkpoint:
                     f"{self.directory}: {HEAD} differs from {table}, which config.json ties it to",
                     hint='set "tie_word_embeddings" to false in config.json',
                 )
+        experts = config.mixture.routing.experts if config.mixture else 0
         for name in sorted(self._tensors.keys() - used):
             layer, expert = _LAYER.match(name), _EXPERT.search(name)
-            too_many = (
-                expert and config.mixture and int(expert[1]) >= config.mixture.routing.experts
-            )
+            too_many = expert and int(expert[1]) >= experts
             if not layer or int(layer[1]) in behind:
                 continue
             if name.endswith((".weight", ".bias")) or too_many:
