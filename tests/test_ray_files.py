@@ -21,6 +21,7 @@ from dakrun.ray import parts as parts_module
 from dakrun.ray.inputs import InputFiles
 from dakrun.ray.parts import ResultParts
 from dakrun.requests import Reply, RequestReader, RowError, result_line, unpack_content
+from dakrun.requests.arrow import OPTIONAL
 
 RUN = {"dakrun_run": 1, "format": "native", "model": {"layers": 2}, "input": {"a": 1}}
 
@@ -323,7 +324,8 @@ def test_a_folder_of_parts_is_a_parquet_dataset(
 
     # As an older version left it: the fingerprint's name, and a part without optional columns.
     (tmp_path / "_run.json").rename(tmp_path / "run.json")
-    pq.write_table(pq.read_table(paths[0]).drop_columns(["logprobs", "tool_calls"]), paths[0])
+    optional = [field.name for field in OPTIONAL]
+    pq.write_table(pq.read_table(paths[0]).drop_columns(optional), paths[0])
     other = RUN | {"input": {"a": 2}}
     with pytest.raises(UsageError, match=r"another run: input\.a was 1, now 2"):
         ResultParts(str(tmp_path), form="parquet", resume=True).identify(other)

@@ -104,7 +104,7 @@ def test_answers_are_json_of_their_schemas_whatever_runs_beside_them(model: Path
     for i, row in ended:
         jsonschema.validate(json.loads(row["text"]), SCHEMAS[i % len(SCHEMAS)])
     assert [row["valid"] for row in found] == [row["finish_reason"] == "stop" for row in found]
-    assert f"; {len(ended)} of 8 structured answers valid" in " ".join(run.stderr.split())
+    assert f"; {len(ended)} of 8 answers valid" in " ".join(run.stderr.split())
     # Alone, all in one tier; and after a run that was killed.
     assert generate(model, rows, "--overwrite", "--batch-size", "1").exit_code == 0
     assert results() == found

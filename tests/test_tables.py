@@ -187,7 +187,7 @@ def test_a_runs_report(columns: int) -> None:
         "requests": {"finished": 123456, "prompt_tokens": 1234567, "new_tokens": 12345678,
                      "shared_prompt_tokens": 123456,
                      "capped": 12, "preempted": 3, "swapped": 2,
-                     "structured": 0, "valid": 0},
+                     "structured": 12345, "valid": 12340},
         "time": {"load_s": 123.4, "prefill_s": 1234.5, "decode_s": 123456.7,
                  "decode_steps": 12345, "wall_s": 123567.8, "bound_s": 98765.4},
         "ttft_s": spread, "tpot_s": spread, "decode_step_s": spread, "predicted_step_s": 0.12,

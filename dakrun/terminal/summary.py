@@ -166,10 +166,10 @@ def _preempted(count: int, swapped: int) -> str:
 
 
 def _valid(requests: Mapping[str, Any]) -> str:
-    """The answers that are finished and have the form that they must have."""
+    """How many of the answers that must have a form are finished and have it."""
     if not (asked := requests["structured"]):
         return ""
-    return f"; {requests['valid']} of {counted(asked, 'structured answer')} valid"
+    return f"; {requests['valid']} of {counted(asked, 'answer')} valid"
 
 
 def _capped(count: int, plan: Mapping[str, Any]) -> str:
