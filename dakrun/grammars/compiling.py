@@ -160,14 +160,16 @@ class Grammars:
 def is_valid(form: StructuredOutputsParams, text: str) -> bool:
     """Whether `text`, all of an answer that has ended, has the form of a JSON schema."""
     from jsonschema import SchemaError
-    from jsonschema.exceptions import _WrappedReferencingError
     from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     schema = form.schema
     try:
-        answer = json.loads(text)
-        return bool(validator_for(schema)(schema).is_valid(answer))
-    except (ValueError, RecursionError, SchemaError, _WrappedReferencingError):
+        # An empty registry: nothing that a schema refers to is fetched from elsewhere.
+        validator = validator_for(schema)(schema, registry=Registry())
+        return bool(validator.is_valid(json.loads(text)))
+    except (ValueError, RecursionError, SchemaError, Unresolvable):
         return False
 
 
