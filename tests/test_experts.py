@@ -20,7 +20,7 @@ from dakrun.cli.main import main
 from dakrun.config import ModelConfig, Routing, SamplingParams, Workload
 from dakrun.engine.build import tier_accesses, why_plain_torch
 from dakrun.errors import CannotRun, UsageError
-from dakrun.formats import Quantised, Rows
+from dakrun.formats import QuantisedRows, Rows
 from dakrun.hardware import load_profile
 from dakrun.kernels import experts
 from dakrun.llm import LLM
@@ -210,7 +210,7 @@ def test_experts_are_stored_in_the_formats_of_checkpoints(format: str, tmp_path:
     policy = Policy(offload_ratio=0.4)
     llm = LLM(tmp_path / "stored", device="cpu", dtype="float32", batch_size=2, policy=policy)
     matrices = llm.engine.runner.weights.matrices
-    assert isinstance(matrices["layers.0.experts_down"].format, Quantised)
+    assert isinstance(matrices["layers.0.experts_down"].format, QuantisedRows)
     assert greedy(tmp_path / "stored", dtype="float32", policy=policy) == greedy(
         tmp_path / "dense", policy=policy
     )
