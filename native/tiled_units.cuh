@@ -26,7 +26,7 @@ struct UnitRing {
         empty_barrier{full_barrier[kUnitStages]},
         offset(ring.smem_first - ring_of_units(args.tiers[place.tier]) - ptx::smem_address(smem)),
         stage_bytes(args.tiers[place.tier].tile_row_blocks * kUnitBytes),
-        sharers(args.x_ctas > 1 ? place.sharers : 1),
+        sharers(kClusters && args.x_ctas > 1 ? place.sharers : 1),
         first_sharer(place.first_sharer) {}
 
   // By a warp, of which one lane writes.
@@ -66,7 +66,7 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
                                            const Place& place) {
   const TierTiles& tier = args.tiers[place.tier];
   const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
-  const bool multicast = args.x_ctas > 1;
+  const bool multicast = kClusters && args.x_ctas > 1;
   const int turns = args.x_ctas - 1, turn = multicast ? place.sharer : 0;
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
   RingPosition fill, landed;

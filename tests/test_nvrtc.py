@@ -40,6 +40,7 @@ from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
 CLUSTER_WORDS = {"shared::cluster", "multicast", "mapa"}  # in PTX
+WITH_RINGS = ("prompt_attn.cu", "splitk_flash_attn.cu", "splitk_gemm.cu", "tiled_gemm.cu")
 
 
 def variants() -> list[Any]:
@@ -92,7 +93,8 @@ def test_every_kernel_compiles_without_spills_or_warnings(
             + "".join(f"  {name}={value}" for name, value in defines.items())
         )
         assert not kernel.spills, kernel
-        assert kernel.shared_bytes <= BARRIER_BYTES, "rings have the rest"
+        if source in WITH_RINGS:
+            assert kernel.shared_bytes <= BARRIER_BYTES, "rings have the rest"
     assert found.warnings == ()
 
 
