@@ -30,6 +30,8 @@ LAYOUTS = (
     Quantised("e4m3", 128, 4),
     Quantised("e4m3", 128),
 )
+# Of these, the ones that `make test` runs with every kernel.
+FEW_LAYOUTS = (Quantised("int4", 128), Quantised("int8", 32, 2, True), *LAYOUTS[-3:-1])
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:

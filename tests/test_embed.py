@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_matrices import CASES, LAYOUTS, normal, packed, quantised
+from cases import cases
+from packed_matrices import CASES, FEW_LAYOUTS, LAYOUTS, normal, packed, quantised
 
 from dakrun.formats import Split
 from dakrun.formats.device_layout import Quantised
@@ -42,7 +43,9 @@ def test_rows_of_positions(dtype: torch.dtype, kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", cases([(layout,) for layout in LAYOUTS], FEW_LAYOUTS.__contains__), ids=str
+)
 def test_elements_of_fewer_bits(layout: Quantised, dtype: torch.dtype, kernel_device: str) -> None:
     rows, cols, splits = 203, 456, (Split(10, 2, 3, 256), Split(16, 1, 2, 128))
     table = quantised(layout, rows, cols, splits, dtype=dtype, device=kernel_device)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from cases import cases
 from moved_parts import Movable
-from packed_matrices import CASES, LAYOUTS, normal, packed, quantised
+from packed_matrices import CASES, FEW_LAYOUTS, LAYOUTS, normal, packed, quantised
 
 from dakrun.formats import Split
 from dakrun.formats.device_layout import Quantised
@@ -40,7 +41,9 @@ def test_parts_that_moved(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", cases([(layout,) for layout in LAYOUTS], FEW_LAYOUTS.__contains__), ids=str
+)
 def test_elements_of_fewer_bits(layout: Quantised, dtype: torch.dtype, kernel_device: str) -> None:
     """Values are rounded once; the last unit and the last row block are not whole."""
     rows, cols, splits = 203, 456, (Split(10, 2, 3, 256), Split(16, 1, 2, 128))
