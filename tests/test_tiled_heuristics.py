@@ -106,7 +106,8 @@ def test_laws(
             assert not tier.clusters or count
             assert tier.clusters <= card.max_clusters(shape.ctas)
             assert (
-                1 <= tier.tile_row_blocks <= shape.row_blocks and 1 <= tier.window <= launch.stages
+                1 <= tier.tile_row_blocks <= shape.row_blocks
+                and 1 <= tier.window <= shape.copies(launch.stages)
             )
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)
             assert not tier.stream_k or (shape.k_ctas == 1 and even_waves)
