@@ -187,6 +187,8 @@ def test_random_weights(name: str, ratio: float) -> None:
     config = parse_model_config(tiny_models.CONFIGS[name].to_dict(), name=name)
     reference = AutoModelForCausalLM.from_config(tiny_models.CONFIGS[name])
     with torch.inference_mode(), built(meta_model(config), ratio, CPU) as (model, found):
+        if config.mixture:  # torch's grouped products take rows of whole 16 bytes only
+            model.set_experts_implementation("eager")
         assert (found == 0) == (ratio == 0) and (found >= ratio or ratio == 1)
         step = Step(model, torch.randint(tiny_models.VOCAB, (2, 5)), 16)
         step()  # the last layer has been in the ring

@@ -5,7 +5,6 @@ a layer in HBM (see `buffers`), and a stream that copies while other layers comp
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -84,13 +83,13 @@ def built(
         _materialise(model, model, device)
         model.tie_weights()
         prefetch.ready()
-        yield model, count * layer_bytes(model) / _weight_bytes(model)
+        yield model, _held_bytes(model, count) / _weight_bytes(model)
 
 
 def offloaded(model: PreTrainedModel, ratio: float) -> int:
     """The number of layers that hold `ratio` of the weight bytes, or else all of them."""
-    wanted = math.ceil(ratio * _weight_bytes(model) / layer_bytes(model) - 1e-9)
-    return min(wanted, len(decoder_layers(model)))
+    wanted, most = ratio * _weight_bytes(model) * (1 - 1e-9), len(decoder_layers(model))
+    return next((n for n in range(most) if _held_bytes(model, n) >= wanted), most)
 
 
 def spread(count: int, layers: int) -> list[int]:
@@ -120,8 +119,18 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def layer_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a decoder layer with its parameters one after the other."""
-    return sum(aligned(parameter.nbytes) for parameter in decoder_layers(model)[0].parameters())
+    """Bytes of the largest decoder layer with its parameters one after the other."""
+    return max(map(_bytes_of, decoder_layers(model)))
+
+
+def _held_bytes(model: PreTrainedModel, count: int) -> int:
+    """Bytes of the `count` layers that are in host memory."""
+    layers = decoder_layers(model)
+    return sum(_bytes_of(layers[at]) for at in spread(count, len(layers)))
+
+
+def _bytes_of(layer: torch.nn.Module) -> int:
+    return sum(aligned(parameter.nbytes) for parameter in layer.parameters())
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
