@@ -11,7 +11,7 @@ import torch
 from cards import hopper
 from cases import cases, few_examples
 from emulated import EmulatedKernel, atoms_map
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from moved_parts import Movable
 from packed_matrices import LAYOUTS, normal, quantised
@@ -195,6 +195,7 @@ def test_parts_that_moved() -> None:
         assert torch.equal(run(movable.matrix, 5), wanted)
 
 
+@example(m=1, eights=92, n=1, remote=False, window=1, seed=92)  # a sum of 736 that cancels out
 @few_examples(15)
 @given(
     st.integers(1, 60), st.integers(1, 190), st.integers(1, 16), st.booleans(),
@@ -208,7 +209,11 @@ def test_any_shape(
     access = (TierAccess(), TierAccess(1, window))
     variant(build, INT4, n).seed = seed
     matrix = matrix_of(INT4, m, 8 * eights, row_blocks, access)
-    assert error(run(matrix, n, access), exact(matrix, n)) < 1e-3
+    # Of the size that random sums have: those of a single output may cancel out.
+    x = normal(n, 8 * eights, dtype=matrix.dtype, device="cpu").double()
+    size = torch.outer(x.norm(dim=1), matrix.dense().double().norm(dim=1)).norm()
+    worst = 1e-3 * size / (8 * eights) ** 0.5
+    assert (run(matrix, n, access).double() - exact(matrix, n)).norm() < worst
 
 
 def test_looking_ahead_changes_nothing() -> None:
