@@ -117,11 +117,11 @@ def unpacked(words: "torch.Tensor", bits: int, order: Sequence[int] = ()) -> "to
     """
     import torch
 
-    octets = words.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-    octets = octets.view(*words.shape[:-1], -1)
-    every = octets
+    as_bytes = words.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    as_bytes = as_bytes.view(*words.shape[:-1], -1)
+    every = as_bytes
     if bits == 4:
-        every = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+        every = torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)
     if order:
         places = [order.index(element) for element in range(len(order))]
         every = every.unflatten(-1, (-1, len(order)))[..., places].flatten(-2)
