@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose first tokens are those of a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("forms")
-    made = save_half(CONFIGS["llama_gqa"], folder / "model")
+    made = save_half(CONFIGS["llama-gqa"], folder / "model")
     tokenizer = make_tokenizer_files(folder / "tokenizer")
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, made / name)
