@@ -5,8 +5,8 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -153,13 +153,15 @@ class LLM(OfflineCalls):
             )
         return self._engine
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+    def run(
+        self, requests: Iterable[Request | None]
+    ) -> Generator[Completion | RowError, None, None]:
         """Results of Requests; if the GPU's memory runs out, unfinished ones begin again once."""
         unfinished = Unfinished(requests)
         while True:
             try:
-                with gpu_errors():
-                    for result in self.engine.generate(unfinished):
+                with gpu_errors(), closing(self.engine.generate(unfinished)) as results:
+                    for result in results:
                         unfinished.drop(result)
                         yield result
                 return

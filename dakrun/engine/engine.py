@@ -9,7 +9,7 @@ into parts. Knows neither files nor checkpoints, nor how the runner computes.
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -87,7 +87,9 @@ class Engine:
         self._collected = 0.0  # time of the last collection
         self._steps: deque[_Launched] = deque()
 
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+    def generate(
+        self, requests: Iterable[Request | None]
+    ) -> Generator[Completion | RowError, None, None]:
         """Completions in the order in which they finish; requests are taken as there is room.
 
         None in place of a request says that none has arrived: the others go on, and the next is

@@ -4,7 +4,8 @@ Knows prompts, parameters and results; knows neither plans nor memory (llm.py do
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -46,7 +47,9 @@ class OfflineCalls(ABC):
         """The engine that runs the requests; UsageError once it is closed."""
 
     @abstractmethod
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+    def run(
+        self, requests: Iterable[Request | None]
+    ) -> Generator[Completion | RowError, None, None]:
         """Results of Requests, one of each, as they finish: `stream` without its checks.
 
         See Engine.generate.
@@ -176,12 +179,14 @@ class OfflineCalls(ABC):
     def _stream_choices(self, requests: list[Request]) -> Iterator[Completion | RowError]:
         """Results of `requests`, each with its further choices, as soon as all of them are done."""
         choices = Choices()
-        for result in self.run(one for r in requests for one in (r, *r.further)):
-            done = choices.add(result)
-            if isinstance(done, RowError):
-                yield done
-            elif done is not None:
-                yield replace(done[0], further=done[1:]) if done[1:] else done[0]
+        every = self.run(one for r in requests for one in (r, *r.further))
+        with closing(every):  # ends the run where the stream is closed
+            for result in every:
+                done = choices.add(result)
+                if isinstance(done, RowError):
+                    yield done
+                elif done is not None:
+                    yield replace(done[0], further=done[1:]) if done[1:] else done[0]
 
 
 def _no_result(error: RowError) -> CannotRun:
