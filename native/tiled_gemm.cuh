@@ -11,8 +11,13 @@ static_assert(kTiledThreads == kConsumers + kWarpgroup, "consumers, and a warpgr
 constexpr int kConsumerWarps = kConsumers / 32;
 constexpr bool kClusters = CLUSTERS;
 constexpr int kMaxStages = TILED_MAX_STAGES;
-// Registers of a thread: producers give theirs to consumers.
-constexpr int kProducerRegisters = kHasUnits ? 48 : 40, kConsumerRegisters = 232;
+// Registers of a thread: producers give theirs to consumers. A CTA that wanted more than its launch
+// got would wait for them forever.
+constexpr int kProducerRegisters = kHasUnits ? 56 : 40;
+constexpr int kConsumerRegisters = kHasUnits ? 224 : 232;
+constexpr int kLaunchRegisters = 65536 / kTiledThreads / 8 * 8;
+static_assert(kProducerRegisters * kWarpgroup + kConsumerRegisters * kConsumers <=
+              kLaunchRegisters * kTiledThreads);
 
 // Where W has units, two warps that would else be idle expand them.
 constexpr int kExpanders = kTiledThreads / 32 - kConsumerWarps - 2;
