@@ -8,7 +8,7 @@
 //         if the tier has a congestion window: wait until fewer than `window` stages are in flight
 //         wait until the stage is empty in all CTAs that share it
 //         copy the tile's row blocks of W, multicast to the CTAs along X
-//         (W of 4 or 8 bits: into a ring of units, from which two warps expand it into the stage)
+//         (W of 4 or 8 bits: into a ring of units, from which six warps expand it into the stage)
 //     X producer warp:
 //       wait for the predecessor kernel (PDL): it wrote X
 //       for the same stages: wait until empty; copy X by TMA, multicast to the CTAs along W

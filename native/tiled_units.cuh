@@ -1,10 +1,11 @@
-// W of 4 or 8 bits in the tiled GEMM: its producer copies units into a ring of their own, and two
+// W of 4 or 8 bits in the tiled GEMM: its producer copies units into a ring of their own, and six
 // warps expand them into the stages, as the 16-bit atoms that consumers read from shared memory.
 //
-//   W producer --copy--> [ units ] [ units ] ... --> two warps: expand, scale --> [ W | X ] ...
+//   W producer --copy--> [ units ] [ units ] ... --> six warps: expand, scale --> [ W | X ] ...
 //
-// So a weight is expanded once for all rows of X of the CTA, by warps that would else be idle, and
-// consumers need no registers for it. The ring of units lies before the stages.
+// So a weight is expanded once for all rows of X of the CTA, while consumers multiply, and they need
+// no registers for it. Two warps alone would take longer than the products. The ring of units lies
+// before the stages.
 #pragma once
 
 #include "tiled_producer.cuh"

@@ -99,7 +99,7 @@ def test_laws(
         assert shape.tiles in (
             wide_tiles(wgmma=card.has_wgmma, units=shape.has_units)
             if shape.wide
-            else x_tiles(wgmma=card.has_wgmma)
+            else x_tiles(wgmma=card.has_wgmma, units=shape.has_units)
         )
         assert shape.ctas <= card.max_cluster
         assert 2 <= launch.stages <= TILED_MAX_STAGES and launch.shared_bytes < card.shared_bytes

@@ -17,6 +17,7 @@ from dakrun.geometry import (
     TILED_PORTABLE_X_TILES,
     TILED_UNIT_STAGES,
     TILED_UNITS_WIDE_TILES,
+    TILED_UNITS_X_TILES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
     WARPGROUPS,
@@ -40,7 +41,7 @@ ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
 STAGE_CYCLES = 360  # the whole stage, at least: its issue
 LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
-EXPAND_CYCLES = 32  # expanding an 8 x 64 tile of a W of fewer bits, by two warps
+EXPAND_CYCLES = 36  # expanding an 8 x 64 tile of a W of fewer bits, by six warps
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
@@ -59,9 +60,11 @@ CLUSTER_SYNC_CYCLES = 800  # wait for the CTAs that share X
 LAUNCH_CYCLES = 6000  # predecessor's end to the first product, besides START_CYCLES
 
 
-def x_tiles(*, wgmma: bool) -> tuple[int, ...]:
-    """Kernel variants, with wgmma or without, by tiles of 8 rows of X of a warpgroup."""
-    return TILED_X_TILES if wgmma else TILED_PORTABLE_X_TILES
+def x_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
+    """Kernel variants, by tiles of 8 rows of X of a warpgroup; `units`: W has units."""
+    if not wgmma:
+        return TILED_PORTABLE_X_TILES
+    return TILED_UNITS_X_TILES if units else TILED_X_TILES
 
 
 def wide_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
