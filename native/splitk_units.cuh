@@ -1,12 +1,12 @@
 // The consumers of SplitK_GEMM for a W of 4 or 8 bits: all 8 warps multiply each group with mma.
 //
-//   each warpgroup has half of the group's row blocks, each of its four warps a quarter of K:
+//   the warps divide K, all eight or those of a warpgroup, which then has half of the row blocks:
 //     for each stage: wait for it
-//       if it has a unit of the warp's quarter, which is every fourth one:
+//       if it has a unit of the warp's share, which is every eighth or fourth one:
 //         for each pair of row blocks:
 //           for each group of columns: sums = W X^T; acc += scales * sums
 //       release it
-//   the four warps add their sums, (0 + 1) + (2 + 3); warp i has the outputs of pair i
+//   the warps add their sums in pairs, (0 + 1) + (2 + 3) ...; warp i has the outputs of pair i
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
@@ -18,18 +18,24 @@
 #include "splitk_scheduler.cuh"
 #include "units.cuh"
 
-constexpr int kShares = kWarpgroup / 32;          // of K
-constexpr int kWarpPairs = kTileRowBlocks / 2;    // pairs of row blocks of a warp, at most
+// For up to 8 rows of X all warps divide K, and each has all row blocks of the group: small groups
+// leave each warp enough products at a time. With more rows the sums of so many would take too many
+// registers: each warpgroup has half of the row blocks.
+constexpr bool kAllDivideK = TILES == 1;
+constexpr int kDividers = kAllDivideK ? kConsumers : kWarpgroup;  // threads that divide K
+constexpr int kShares = kDividers / 32;                            // of K
+constexpr int kWarpRowBlocks = (kAllDivideK ? kWarpgroups : 1) * kTileRowBlocks;  // at most
+constexpr int kWarpPairs = kWarpRowBlocks / 2;
 static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
 // A product waits for the one before it with the same sums: with one tile of X there are two sets.
 constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 // With more rows of X, scaling the weights takes less than scaling sums, and no registers. Factors
 // of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
-constexpr int kAtOnce = TILES == 1 ? 4 : 2;  // row blocks
+constexpr int kAtOnce = 4;  // row blocks
 // Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
-constexpr int kLoadedSteps = TILES == 1 || kCodeBits == 4 ? 4 : kMixes ? 1 : 2;
-constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
+constexpr int kLoadedSteps = (TILES == 1 ? 2 : 1) * kWordSteps;
+constexpr int kExchangeBarrier = 1;  // and 2: where warps that divide K exchange sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
 
@@ -126,26 +132,26 @@ __device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint3
   }
 }
 
-// The sums of the four warps for pair `share` of the warpgroup's `count` pairs, two pairs at a time;
+// The sums of all warps that divide K for pair `share` of `count`, two pairs at a time;
 // sums[i] are the warp's own for pair i.
 __device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share, int count,
                                        Sums& total) {
-  const int warpgroup = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
+  const int number = ptx::opaque<uint32_t>(threadIdx.x) / kDividers;
   constexpr int kPart = 32 * TILES;  // of a warp, for a pair
-  float4* const parts = reinterpret_cast<float4*>(smem) + warpgroup * 2 * kShares * kPart +
+  float4* const parts = reinterpret_cast<float4*>(smem) + number * 2 * kShares * kPart +
                         threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < kWarpPairs; first += 2) {
     if (first >= count) break;
     // The parts before have been read.
-    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
+    ptx::named_barrier_sync(kExchangeBarrier + number, kDividers);
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
       const Sums& of = sums[first + i / TILES];
       const float2 top = of[i % TILES * 2], bottom = of[i % TILES * 2 + 1];
       parts[share * 2 * kPart + 32 * i] = {top.x, top.y, bottom.x, bottom.y};
     }
-    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
+    ptx::named_barrier_sync(kExchangeBarrier + number, kDividers);
     if (share / 2 != first / 2) continue;
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
@@ -153,10 +159,15 @@ __device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share
 #pragma unroll
       for (int from = 0; from < kShares; from++)
         of[from] = parts[(2 * from + share % 2) * kPart + 32 * i];
-      total[2 * i].x = (of[0].x + of[1].x) + (of[2].x + of[3].x);
-      total[2 * i].y = (of[0].y + of[1].y) + (of[2].y + of[3].y);
-      total[2 * i + 1].x = (of[0].z + of[1].z) + (of[2].z + of[3].z);
-      total[2 * i + 1].y = (of[0].w + of[1].w) + (of[2].w + of[3].w);
+#pragma unroll
+      for (int distance = 1; distance < kShares; distance *= 2) {
+#pragma unroll
+        for (int to = 0; to < kShares; to += 2 * distance) {
+          const float4 more = of[to + distance];
+          of[to].x += more.x, of[to].y += more.y, of[to].z += more.z, of[to].w += more.w;
+        }
+      }
+      total[2 * i] = {of[0].x, of[0].y}, total[2 * i + 1] = {of[0].z, of[0].w};
     }
   }
 }
@@ -173,15 +184,15 @@ __device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
   stage.advance(ring.stages);
 }
 
-// The warp's share of K, and its warpgroup's row blocks of a group. Opaque: computed anew where they
+// The warp's share of K, and its row blocks of a group. Opaque: computed anew where they
 // are used, they occupy no registers during the products.
 __device__ __forceinline__ int own_share() {
   return ptx::opaque<uint32_t>(threadIdx.x) / 32 % kShares;
 }
 __device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
-  const int half = (row_blocks + 1) / 2;
-  first = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup * half;
-  count = min(half, row_blocks - first);
+  const int most = kAllDivideK ? row_blocks : (row_blocks + 1) / 2;
+  first = ptx::opaque<uint32_t>(threadIdx.x) / kDividers * most;
+  count = min(most, row_blocks - first);
 }
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
@@ -212,7 +223,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       const uint32_t w = ring.smem_w(stage.stage) + (unit * row_blocks + first) * kUnitBytes;
       const uint32_t x = ring.smem_x(stage.stage) + unit * kUnitAtoms * kXAtomBytes;
 #pragma unroll
-      for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
+      for (int i = 0; i < kWarpRowBlocks; i += kAtOnce) {
         if (i < count)
           multiply_some<kAtOnce>(count - i, smem + (w - ptx::smem_address(smem)) + i * kUnitBytes, x,
                                  own + kShares * kUnitCols >= args.k, sums + i / 2);
