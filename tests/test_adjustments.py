@@ -184,21 +184,24 @@ def sampling_of(
 def run_both(
     rows: Sequence[SamplingParams], past: Sequence[History], steps: Sequence[torch.Tensor]
 ) -> list[list[int]]:
-    """The tokens of each step with the given logits, which the kernel chooses as torch does."""
+    """The tokens of each step with the given logits, which the kernel chooses as torch does.
+
+    Row i is that of slot n - 1 - i.
+    """
     device, (n, vocabulary) = steps[0].device, steps[0].shape
     words, _kept = sampling_of(rows, past, vocabulary, str(device), len(steps))
     starts = [len(row.prompt) + len(row.tokens) - 1 for row in past]
     lengths = torch.tensor(starts, dtype=torch.int32, device=device)
-    slots = torch.arange(n, dtype=torch.int32, device=device)
+    slots = torch.arange(n, dtype=torch.int32, device=device).flip(0)
     tokens = torch.zeros(n, dtype=torch.int32, device=device)
     log = torch.full((n, 1), -9, dtype=torch.int32, pin_memory=device.type == "cuda")
     found = []
     for number, logits in enumerate(steps, 1):
-        select_token(logits, tokens, lengths, slots, log, words)
+        select_token(logits, tokens, lengths, slots, log, words.flip(0))
         positions = [start + number for start in starts]
         wanted = sample(logits.cpu(), rows, range(n), positions, past).tolist()
         assert lengths.tolist() == positions
-        assert log[:, 0].tolist() == wanted
+        assert log[:, 0].tolist() == wanted[::-1]
         for row, token in zip(past, wanted, strict=True):
             row.tokens.append(token)  # type: ignore[attr-defined]
         found.append(wanted)

@@ -289,39 +289,51 @@ def test_options_do_not_depend_on_the_batch(
 ) -> None:
     """Nor on where weights lie, nor on copies from which requests go on; nor do they touch others.
 
-    Prompts are of one token, see above; a request takes two blocks.
+    Prompts are of one token, see above; a request takes two blocks. Samples follow from ids, too.
     """
     path, _ = model
     options: list[dict[str, object]] = [
-        {"repetition_penalty": 1.2},
+        {"repetition_penalty": 1e6},
         {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.5, "min_p": 0.02},
         {},
         {"bad_words": [[i] for i in range(0, VOCAB, 2)], "min_tokens": 90, "stop_token_ids": [5]},
         {"temperature": 1.0, "top_k": 50},
         {"temperature": 0.7, "logit_bias": dict.fromkeys(range(1000), -9.0), "top_p": 0.9},
     ]
-    params = [
-        SamplingParams(max_tokens=100, ignore_eos=True, **own)  # type: ignore[arg-type]
-        for own in options
-    ]
-    given = [[token] for token in range(3, 9)]
+
+    def requests(options: list[dict[str, object]]) -> list[Request]:
+        return [
+            Request(
+                id=str(i),
+                line=i + 1,
+                prompt_ids=(3 + i,),
+                params=SamplingParams(max_tokens=100, ignore_eos=True, **own),  # type: ignore[arg-type]
+            )
+            for i, own in enumerate(options)
+        ]
+
+    def tokens(llm: LLM, given: list[Request]) -> list[tuple[int, ...]]:
+        """By id."""
+        return [one.token_ids for one in sorted(llm.stream(given), key=lambda one: one.id)]
+
+    given, free = requests(options), requests([{}] * 6)
     with load(path, 1) as llm:
-        alone = [llm.generate([g], p)[0].token_ids for g, p in zip(given, params, strict=True)]
-    assert len(set(alone[0])) > 50 and all(token % 2 for token in alone[3])
-    assert not set(alone[3][:90]) & {5}
+        alone, without = tokens(llm, given), tokens(llm, free)
+    assert len({*given[0].prompt_ids, *alone[0]}) == 101, "no token comes twice"
+    assert all(token % 2 for token in alone[3]) and not set(alone[3][:90]) & {5}
     with load(path, 6, offload_ratio=0.5) as llm:
-        assert [one.token_ids for one in llm.generate(given, params)] == alone
-        assert [one.token_ids for one in llm.generate(given[::-1], params[::-1])] == alone[::-1]
-        free = [one.token_ids for one in llm.generate(given, SamplingParams(max_tokens=100))]
-        assert free[2] == alone[2], "a slot keeps no options of its last request"
+        assert tokens(llm, given) == alone
+        assert tokens(llm, given[::-1]) == alone
+        assert tokens(llm, free) == without, "slots keep no options of their last requests"
     monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 6, 8), ("host", 0, 0)))
     with load(path, 6, offload_ratio=0.2, kv_offload_ratio=0.0) as llm:
         llm.engine.preemption.swap = SwapSpace(llm.engine.runner.cache, 16)
         llm.engine.preemption.swap.open()
         llm.engine.preemption.swap.wait()
-        assert [one.token_ids for one in llm.generate(given, params)] == alone
-        assert llm.engine.stats.swapped > 0
+        found, stats = tokens(llm, given), llm.engine.stats
+        assert stats.preempted == stats.swapped > 0, "computed again, a request has other bits"
+        assert found == alone
 
 
 @torch.no_grad()

@@ -46,11 +46,12 @@ class SamplingParams:
     string, at `max_tokens`, at one of `stop_token_ids`, or at an end-of-sequence token unless
     `ignore_eos`. With `max_tokens` None it may fill the model's positions, or max_model_len.
     `stop` is a string or several. Stop strings are searched in the text with special tokens
-    spelled out. The result depends on `seed`, of up to 96 bits (None is 0), and on the request, not
-    on the other requests in the batch. A prompt of the Python API gets `n` completions, with a
-    seed each. With `logprobs`, a number up to MAX_LOGPROBS, the result has for each new token its
-    log-probability, and those of this many likeliest tokens in its place. With `prompt_logprobs`
-    it has them for each token of the prompt but the first; `max_tokens` may then be 0.
+    spelled out. The result depends on `seed`, of up to 96 bits (None is 0), and on the request and
+    its id, not on the other requests in the batch. The id of a prompt of the Python API is its
+    number in the list; such a prompt gets `n` completions, with a seed each. With `logprobs`, a
+    number up to MAX_LOGPROBS, the result has for each new token its log-probability, and those of
+    this many likeliest tokens in its place. With `prompt_logprobs` it has them for each token of
+    the prompt but the first; `max_tokens` may then be 0.
 
     `min_p` keeps tokens that have at least this part of the likeliest one's probability. None of
     the first `min_tokens` tokens is an end-of-sequence token or one of `stop_token_ids`, and stop
