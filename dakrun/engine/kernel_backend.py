@@ -1,7 +1,7 @@
 """The ops of a pass on the GPU's kernels, over packed weights in several tiers.
 
 Knows how each tier is read, and which matrices are staged; the order of the ops is the model's.
-Norms ahead of a matrix are folded into it where its module says so (weights/folding.py), so that a
+Norms ahead of a matrix are folded into it where its module says so (weights/loading.py), so that a
 product only scales rows.
 """
 

@@ -135,7 +135,7 @@ class Matrix(Operand):
     """A matrix W [M, K] whose row blocks the plan places.
 
     W stacks the weights of `modules`, which has their rows by name. Kernels expect the norm
-    `folded` to be folded into W (weights/folding.py).
+    `folded` to be folded into W (weights/loading.py).
     """
 
     category: ClassVar[Literal["linear", "experts", "gather"]]

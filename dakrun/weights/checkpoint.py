@@ -17,8 +17,8 @@ from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header, safetensors_files
 from dakrun.models.folders import GGUF_HINT, first
 from dakrun.models.modules import Operand, Request, Source
-from dakrun.weights.parts import Decoded, check_parts, decoded, extents, parts_of
-from dakrun.weights.streaming import Extent, read, stream
+from dakrun.weights.parts import Decoded, check_parts, parts_of, stream_decoded
+from dakrun.weights.streaming import Extent, read
 
 FLOATS = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
@@ -205,9 +205,8 @@ class Checkpoint:
             out[start : start + step].copy_(piece)
 
     def stream(self, requests: Sequence[Request], device: torch.device) -> Iterator[list[Decoded]]:
-        """The rows of each request on `device`, as stored or decoded (see streaming.stream)."""
-        tensors = stream(extents(requests, self._find), device)
-        return decoded(requests, self._find, tensors)
+        """The rows of each request on `device` (see parts.stream_decoded)."""
+        return stream_decoded(requests, self._find, device)
 
     def _extent(self, source: Source, rows: slice) -> Extent:
         extent = self._find(source, "")

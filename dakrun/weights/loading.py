@@ -1,6 +1,10 @@
 """Weights into the tiers of a plan: packed for the GPU's kernels, or row by row for plain torch.
 
-Knows a plan, the modules of its model and a source of tensors, not the forward pass.
+Knows a plan, the modules of its model and a source of tensors, not the forward pass. For kernels
+norms are folded into matrices. A norm of a row x is r (x - mean(x)) g + b, where r is one number;
+RMSNorm has no mean and no b. Let W'[m, k] = W[m, k] g[k], from which LayerNorm also subtracts the
+mean over k, and bias'[m] = bias[m] + sum_k W[m, k] b[k]. Then W norm(x) + bias = r W' x + bias', so
+that the kernels only scale rows by r.
 """
 
 from collections import Counter
@@ -19,9 +23,8 @@ from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
 from dakrun.models.decoder import Decoder
 from dakrun.models.families import decoder_of
-from dakrun.models.modules import Matrix, Request, Source
+from dakrun.models.modules import Matrix, Norm, Request, Source
 from dakrun.plan import Plan
-from dakrun.weights.folding import fold, interleave
 from dakrun.weights.parts import Decoded
 from dakrun.weights.streaming import reader_count
 
@@ -100,12 +103,14 @@ def load(
     """
     model, dtype = decoder_of(plan.model), getattr(torch, plan.model.dtype)
     source.check(model)
-    if packing is None:
-        resident = _resident(source, model, dtype, device)
-        return Weights(_rows_as_stored(source, model, plan, tiers, on_load), resident)
-    resident = _resident(source, model, torch.float32, device, for_kernels=True)
+    packed = packing is not None
+    kept = torch.float32 if packed else dtype  # folds are computed in float32
+    resident = _resident(source, model, kept, device, for_kernels=packed)
     matrices = _allocate(model, plan, tiers, packing)
     loaded = _Loaded(matrices, on_load)
+    if not packed:
+        _copy_rows(source, model, matrices, loaded)
+        return Weights(matrices, resident)
     _fill(list(model.matrices()), matrices, source, resident, device, loaded, for_kernels=True)
     if device.type == "cuda":  # a PDL launch does not wait for the kernels that fill a matrix
         torch.cuda.synchronize(device)
@@ -142,7 +147,7 @@ def _resident(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    for_kernels: bool = False,
+    for_kernels: bool,
 ) -> dict[str, torch.Tensor]:
     """All operands beside matrices, on `device`."""
     resident = {}
@@ -157,16 +162,11 @@ def _resident(
     return resident
 
 
-def _rows_as_stored(
-    source: Tensors,
-    model: Decoder,
-    plan: Plan,
-    tiers: Mapping[str, Tier],
-    on_load: OnLoad,
-) -> dict[str, TieredMatrix]:
-    """Allocate and read all matrices, with the checkpoint's rows."""
-    matrices, jobs = _allocate(model, plan, tiers, None), []
-    loaded, quantised = _Loaded(matrices, on_load), []
+def _copy_rows(
+    source: Tensors, model: Decoder, matrices: Mapping[str, TieredMatrix], loaded: "_Loaded"
+) -> None:
+    """Read all `matrices` with the checkpoint's rows: plain ones straight to where they stay."""
+    jobs, quantised = [], []
     with Workers(reader_count()) as readers:
         for matrix in model.matrices():
             if matrix.quantised:
@@ -186,7 +186,6 @@ def _rows_as_stored(
     if quantised:
         cpu = torch.device("cpu")
         _fill(quantised, matrices, source, {}, cpu, loaded, for_kernels=False)
-    return matrices
 
 
 def _pieces(rows: slice, cols: int) -> Iterator[slice]:
@@ -240,7 +239,7 @@ def _fill(
             ]
             rows = _joined(plain, alternate=alternate)
             if for_kernels and matrix.folded:
-                rows, added = fold(rows, matrix.folded, resident)
+                rows, added = _fold(rows, matrix.folded, resident)
                 if added is not None:
                     zeros = torch.zeros(matrix.shape[0], device=device)
                     resident.setdefault(matrix.bias_name, zeros)[piece.rows] += added
@@ -251,5 +250,27 @@ def _fill(
 def _joined(tensors: list[torch.Tensor], *, alternate: bool) -> torch.Tensor:
     """Stack `tensors` along dimension 0; if `alternate`, the rows of each two of them alternate."""
     if alternate:
-        tensors = [interleave(tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        tensors = [torch.stack(pair, 1).flatten(0, 1) for pair in pairs]
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _fold(
+    rows: torch.Tensor, norm: Norm, vectors: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [M, K] of W', float32, from rows of W, and the change of their bias, [M] or None.
+
+    `vectors` has the norm's weight and bias by name, float32 [K]. `rows` may be overwritten.
+    """
+    rows = rows.float()
+    added = _row_sums(rows * vectors[norm.bias.name]) if norm.bias else None
+    if norm.weight:
+        rows *= vectors[norm.weight.name]
+    if norm.kind == "layer":
+        rows -= _row_sums(rows)[:, None] / rows.shape[1]
+    return rows, added
+
+
+def _row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Sums of rows, float32, added in float64: the same bits however many rows come together."""
+    return rows.sum(1, dtype=torch.float64).float()

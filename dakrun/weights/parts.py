@@ -13,7 +13,7 @@ from dakrun.errors import CannotRun
 from dakrun.formats import Malformed
 from dakrun.formats.stored import SCALE_DTYPES, SCALES, Part
 from dakrun.models.modules import Request, Source
-from dakrun.weights.streaming import Extent
+from dakrun.weights.streaming import Extent, stream
 
 Decoded = tuple[torch.Tensor, ...]  # rows [R, K]; of a quantized weight what its layout writes
 Find = Callable[[Source, str], Extent | None]  # a tensor by its suffix; "" for a plain one
@@ -61,32 +61,16 @@ def check_parts(
             )
 
 
-def extents(requests: Sequence[Request], find: Find) -> list[list[Extent]]:
-    """What `decoded` needs for each request: rows of plain tensors and of parts, each part once."""
-    found, seen = [], set[Source]()
-    for request in requests:
-        needed: list[Extent] = []
-        for source, rows in request:
-            if not source.stored:
-                plain = find(source, "")
-                assert plain is not None, "the source was checked"
-                needed.append(plain.rows(rows.start, rows.stop))
-            elif not (source.stored.by_columns and source in seen):
-                seen.add(source)
-                needed += _extents(source, rows, find)
-        found.append(needed)
-    return found
-
-
-def decoded(
-    requests: Sequence[Request], find: Find, tensors: Iterator[list[torch.Tensor]]
+def stream_decoded(
+    requests: Sequence[Request], find: Find, device: torch.device
 ) -> Iterator[list[Decoded]]:
-    """The rows of each request, of the tensors that `extents` named.
+    """The rows of each request on `device`, as stored or decoded (see streaming.stream).
 
     Raises CannotRun for contents that a format does not allow.
     """
     left = Counter(source for request in requests for source, _ in request)
     kept: dict[Source, list[torch.Tensor]] = {}
+    tensors = stream(_extents(requests, find), device)
     for request, loaded in zip(requests, tensors, strict=True):
         found: list[Decoded] = []
         here = iter(loaded)
@@ -106,7 +90,24 @@ def decoded(
         yield found
 
 
-def _extents(source: Source, rows: slice, find: Find) -> Iterator[Extent]:
+def _extents(requests: Sequence[Request], find: Find) -> list[list[Extent]]:
+    """The extents of each request: rows of plain tensors and of parts, each part once."""
+    found, seen = [], set[Source]()
+    for request in requests:
+        needed: list[Extent] = []
+        for source, rows in request:
+            if not source.stored:
+                plain = find(source, "")
+                assert plain is not None, "the source was checked"
+                needed.append(plain.rows(rows.start, rows.stop))
+            elif not (source.stored.by_columns and source in seen):
+                seen.add(source)
+                needed += _part_extents(source, rows, find)
+        found.append(needed)
+    return found
+
+
+def _part_extents(source: Source, rows: slice, find: Find) -> Iterator[Extent]:
     for part in parts_of(source):
         extent = find(source, part.suffix)
         if extent is not None:
