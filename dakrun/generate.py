@@ -19,7 +19,6 @@ from dakrun.interrupt import Interrupted
 from dakrun.llm import LLM
 from dakrun.plan import ExpectedRun, RunForecast
 from dakrun.requests import (
-    Choices,
     Completion,
     InputRow,
     Request,
@@ -34,14 +33,13 @@ from dakrun.terminal.progress import RunEstimate, RunProgress
 from dakrun.units import counted
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Begun:
-    """A row that has begun: its bytes and digest, its new tokens at most, and those so far."""
+    """A row that has begun: its bytes and digest, and its new tokens at most."""
 
     nbytes: int
     digest: int
     limit: int
-    tokens: int = 0
 
 
 @dataclass
@@ -93,7 +91,6 @@ class BatchJob:
         forecast: RunForecast | None = None,
     ) -> None:
         self._llm, self._reader, self._writer = llm, reader, writer
-        self._choices = Choices()
         self._running: dict[str, _Begun] = {}  # the rows that have begun, by id
         self._bytes_done = 0
         self._tokens = 0
@@ -145,33 +142,26 @@ class BatchJob:
                 self._end(row.id)
                 self._estimate.skip(limit=begun.limit)
             elif isinstance(row, RowError):
-                self._fail(row)
+                self._write(row)
                 self._estimate.skip(limit=0, failed=True)
             else:
                 self._estimate.begin()
                 yield row
-                yield from row.further
 
     def finish(self, result: Completion | RowError) -> None:
-        """Write the result of a row once all its choices are there; on return it is on disk."""
-        row = self._choices.add(result)
-        begun = self._running[result.id]
-        begun.tokens += len(result.token_ids) if isinstance(result, Completion) else 0
-        if row is None:
-            return
-        if isinstance(row, RowError):
-            self._fail(row)
-        else:
-            self._writer.write(*row, digest=begun.digest)
-            self.counts.done += 1
-            self._end(result.id)
-        failed = isinstance(row, RowError)
-        self._estimate.end(limit=begun.limit, tokens=begun.tokens, failed=failed)
+        """Write the result of a row; on return it is on disk."""
+        failed, limit = isinstance(result, RowError), self._running[result.id].limit
+        choices = () if isinstance(result, RowError) else result.choices
+        self._write(result)
+        tokens = sum(len(one.token_ids) for one in choices)
+        self._estimate.end(limit=limit, tokens=tokens, failed=failed)
 
-    def _fail(self, error: RowError) -> None:
-        self._writer.write_error(error)
-        self.counts.failed += 1
-        self._end(error.id)
+    def _write(self, result: Completion | RowError) -> None:
+        self._writer.write(result, digest=self._running[result.id].digest)
+        failed = isinstance(result, RowError)
+        self.counts.failed += failed
+        self.counts.done += not failed
+        self._end(result.id)
 
     def _end(self, row_id: str) -> None:
         """Forget a row that has ended."""

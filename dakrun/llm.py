@@ -5,7 +5,7 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 
 import gc
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
@@ -153,17 +153,15 @@ class LLM(OfflineCalls):
             )
         return self._engine
 
-    def run(
-        self, requests: Iterable[Request | None]
-    ) -> Generator[Completion | RowError, None, None]:
-        """Results of Requests; if the GPU's memory runs out, unfinished ones begin again once."""
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+        """Results of rows; if the GPU's memory runs out, unfinished requests begin again once."""
         unfinished = Unfinished(requests)
         while True:
             try:
                 with gpu_errors(), closing(self.engine.generate(unfinished)) as results:
                     for result in results:
-                        unfinished.drop(result)
-                        yield result
+                        if row := unfinished.finish(result):
+                            yield row
                 return
             except OutOfGpuMemory as problem:
                 if self.replanned:

@@ -87,7 +87,7 @@ def test_every_row_is_whole_at_once(tmp_path: Path) -> None:
     with ResultWriter(path) as writer:
         writer.write(completion())
         assert gzip.decompress(path.read_bytes()).decode() == COMPLETION_LINE
-        writer.write_error(ERROR)
+        writer.write(ERROR)
         assert gzip.decompress(path.read_bytes()).decode() == COMPLETION_LINE + ERROR_LINE
     with pytest.raises(UsageError, match="exists and is not empty"):
         ResultWriter(path)

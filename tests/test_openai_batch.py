@@ -12,9 +12,10 @@ from prompt_files import RULES, ByteTokenizer, read
 from result_rows import COMPLETION_LINE, completion
 
 from dakrun.config import SamplingParams
+from dakrun.engine.unfinished import Unfinished
 from dakrun.errors import UsageError
 from dakrun.requests import (
-    Choices,
+    Completion,
     Logprobs,
     Reply,
     Request,
@@ -319,7 +320,7 @@ def test_output_rows(tmp_path: Path) -> None:
     with ResultWriter(path) as writer:
         writer.write(replace(completion("t"), reply=Reply("completion", "m")))
         writer.write(replace(completion("c"), reply=Reply("chat", "m")))
-        writer.write_error(error)
+        writer.write(error)
         writer.write(replace(completion("n", text=None), reply=Reply("completion")))
     text, chat, failed, bare = map(json.loads, path.read_text().splitlines())
     assert before <= text["response"]["body"].pop("created") <= time.time()
@@ -406,22 +407,38 @@ def test_log_probabilities_in_results(tmp_path: Path) -> None:
 
 
 def test_a_row_is_written_with_its_last_choice(tmp_path: Path) -> None:
-    """Prompts count once in `usage`, as OpenAI has it; an error of a choice is the row's."""
+    """Prompts count once in `usage`, as OpenAI has it; an error of a choice is the row's.
+
+    The requests of choices that have not finished begin again.
+    """
     replies = [Reply("completion", "m", choice, 4, 2) for choice in range(4)]
     results = [
         replace(completion("x", text=f"{i}"), reply=reply, prompt_tokens=10 + i // 2)
         for i, reply in enumerate(replies)
     ]
     error = RowError(id="y", line=2, code="c", message="m", reply=replies[2])
-    collected = Choices()
-    other = [collected.add(replace(r, id="y")) for r in results[3:] + results[:2]]
-    found = [collected.add(results[i]) for i in (2, 0, 3)]
+    rows = []
+    for id in "xy":
+        first, *further = (
+            Request(id=id, line=1, prompt_ids=(5,), params=SamplingParams(), reply=reply)
+            for reply in replies
+        )
+        rows.append(replace(first, further=tuple(further)))
+    unfinished = Unfinished(rows)
+    assert [(r and r.id, r and r.reply) for r in unfinished] == [
+        (i, r) for i in "xy" for r in replies
+    ]
+    other = [unfinished.finish(replace(r, id="y")) for r in results[3:] + results[:2]]
+    found = [unfinished.finish(results[i]) for i in (2, 0, 3)]
     assert other == [None] * 3 and found == [None] * 3
-    assert collected.add(error) == replace(error, message="choice 2: m")
-    whole = collected.add(results[1])
-    assert whole == tuple(results)
+    assert [(r and r.id, r and r.reply.choice) for r in unfinished] == [("x", 1), ("y", 2)]
+    assert unfinished.finish(error) == replace(error, message="choice 2: m")
+    whole = unfinished.finish(results[1])
+    assert isinstance(whole, Completion)
+    assert whole == replace(results[0], further=tuple(results[1:]))
+    assert list(unfinished) == []
     with ResultWriter(tmp_path / "out.jsonl") as writer:
-        writer.write(*whole)
+        writer.write(whole)
     body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"{i}") for i in range(4)]
     assert body["usage"] == {"prompt_tokens": 21, "completion_tokens": 8, "total_tokens": 29}
@@ -443,7 +460,7 @@ def test_resume_goes_by_custom_id(tmp_path: Path, cut: str) -> None:
     reply = Reply("chat")
     with ResultWriter(path) as writer:
         writer.write(replace(completion("a"), reply=reply))
-        writer.write_error(RowError(id="b", line=2, code="c", message="m", reply=reply))
+        writer.write(RowError(id="b", line=2, code="c", message="m", reply=reply))
     whole = path.read_text()
     path.write_text(whole + cut)
     with ResultWriter(path, resume=True) as writer:

@@ -46,7 +46,7 @@ def test_rows_in_the_order_of_the_input(tmp_path: Path, name: str) -> None:
     with ResultWriter(path) as writer:
         for id in SHUFFLED[:20]:
             writer.write(completion(id=id, text=id * 9))
-        writer.write_error(ERROR)  # of another input
+        writer.write(ERROR)  # of another input
     path.chmod(0o640)
     before = set(lines(path))
     write(path, SHUFFLED, resume=True)

@@ -158,7 +158,7 @@ def test_many_batches_make_row_groups(
         str(tmp_path / "out.parquet"), source=str(source), overwrite=False, resume=False
     )
     with ResultWriter(output.rows, ordered=True) as writer:
-        writer.write_error(ERROR)  # of a row that the input no longer has
+        writer.write(ERROR)  # of a row that the input no longer has
         for line, id in enumerate(ids, 1):
             writer.expect(id, line)
         for id in reversed(ids):

@@ -23,7 +23,7 @@ def test_native_rows(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with ResultWriter(path) as writer:
         writer.write(completion())
-        writer.write_error(ERROR)
+        writer.write(ERROR)
         writer.write(completion(id="é\n", text=None, ids=()))
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     assert lines[:2] == [COMPLETION_LINE, ERROR_LINE]
@@ -48,7 +48,7 @@ def test_each_row_is_one_write_then_one_sync(
         patch.setattr(os, "write", lambda *a: (calls.append("write"), real_write(*a))[1])
         patch.setattr(os, "fsync", lambda *a: (calls.append("sync"), real_sync(*a))[1])
         writer.write(completion(text="x" * 1_000_000))
-        writer.write_error(ERROR)
+        writer.write(ERROR)
     assert calls == ["write", "sync"] * 2
 
 
@@ -70,7 +70,7 @@ def test_an_output_that_exists(tmp_path: Path, make: Callable[..., Path]) -> Non
     assert "--resume" in raised.value.hint and "--overwrite" in raised.value.hint
     empty = make("", "empty.jsonl")
     with ResultWriter(empty) as writer:
-        writer.write_error(ERROR)
+        writer.write(ERROR)
     assert empty.read_text() == ERROR_LINE
 
 
@@ -80,7 +80,7 @@ def test_overwrite_truncates_on_entering(make: Callable[..., Path]) -> None:
     assert path.read_text() == COMPLETION_LINE
     with writer:
         assert path.read_text() == "" and not writer.is_done("a")
-        writer.write_error(ERROR)
+        writer.write(ERROR)
     assert path.read_text() == ERROR_LINE
 
 
@@ -106,7 +106,7 @@ def test_destinations_that_make_no_sense(tmp_path: Path) -> None:
 def test_the_output_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ResultWriter("out.jsonl", source="in.jsonl") as writer:
-        writer.write_error(ERROR)
+        writer.write(ERROR)
     assert (tmp_path / "out.jsonl").read_text() == ERROR_LINE
 
 
@@ -146,7 +146,7 @@ from dakrun.errors import DakrunError
 from dakrun.requests import ResultWriter, RowError
 try:
     with ResultWriter({arguments}) as writer:
-        writer.write_error(RowError(id="line-4", line=4, code="invalid_json", message="not JSON"))
+        writer.write(RowError(id="line-4", line=4, code="invalid_json", message="not JSON"))
 except DakrunError as error:
     raise SystemExit(f"{{type(error).__name__}}: {{error}} | {{error.hint}}")
 """
@@ -196,7 +196,7 @@ def test_standard_output_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stdout", out)
     with ResultWriter("-") as writer:
         writer.write(completion())
-        writer.write_error(ERROR)
+        writer.write(ERROR)
     assert out.getvalue() == COMPLETION_LINE + ERROR_LINE
 
 
@@ -227,7 +227,7 @@ def test_a_failed_write_leaves_whole_rows(
                 writer.write(completion(id="b"))
         assert str(path) in str(raised.value) and hint in raised.value.hint
         assert path.read_text() == COMPLETION_LINE
-        writer.write_error(ERROR)
+        writer.write(ERROR)
     assert path.read_text() == COMPLETION_LINE + ERROR_LINE
 
 
@@ -347,10 +347,7 @@ def test_a_run_is_resumed_row_by_row(make: Callable[..., Path], tmp_path: Path) 
             rows = [row for row in read(source) if not writer.is_done(row.id)]
             taken.append(len(rows))
             for row in rows[:stop_after]:
-                if isinstance(row, Request):
-                    writer.write(completion(id=row.id))
-                else:
-                    writer.write_error(row)
+                writer.write(completion(id=row.id) if isinstance(row, Request) else row)
         with out.open("a") as file:
             file.write('{"id":"half')
     assert taken == [21, 14, 9]

@@ -81,6 +81,18 @@ def test_order_of_keys_and_spaces_are_no_change_and_other_prompts_are() -> None:
     assert json_digest({"id": 1, "n": 2}, "id") == json_digest({"n": 2, "id": 3}, "id")
 
 
+def test_an_error_that_the_engine_finds_belongs_to_its_row() -> None:
+    size = json.loads(Path("model/config.json").read_text())["vocab_size"]
+    row = {"id": "a", "prompt": "one plus two =", "bad_words": [[token] for token in range(size)]}
+    Path("p.jsonl").write_text(json.dumps(row))
+    assert run(source="p.jsonl").exit_code == 1
+    assert "no_token_allowed" in Path("out.jsonl").read_text()
+    result = run("--resume", source="p.jsonl")
+    assert "1 skipped" in result.stderr and "not known" not in result.stderr
+    Path("p.jsonl").write_text(json.dumps({**row, "bad_words": []}))
+    assert run("--resume", source="p.jsonl").exit_code == 2
+
+
 def test_integer_ids_stay_integers_and_are_found_again() -> None:
     """In results and in errors, of which no second ones are written; 7 and "7" are one id."""
     rows = ['{"id": 7, "prompt": "one plus two ="}', '{"id": -3, "prompt": "six plus two ="}']
@@ -201,7 +213,7 @@ def test_the_options_need_resume() -> None:
 def test_an_output_that_another_program_changes_ends_the_run(how: str) -> None:
     out = Path("out.jsonl")
     with ResultWriter(out) as writer:
-        writer.write_error(RowError(id="a", line=1, code="c", message="m"))
+        writer.write(RowError(id="a", line=1, code="c", message="m"))
         if how == "truncated":
             os.truncate(out, 0)
         else:
@@ -209,7 +221,7 @@ def test_an_output_that_another_program_changes_ends_the_run(how: str) -> None:
         if how == "replaced":
             out.write_text("")
         with pytest.raises(CannotRun, match="another program"):
-            writer.write_error(RowError(id="b", line=2, code="c", message="m"))
+            writer.write(RowError(id="b", line=2, code="c", message="m"))
         with pytest.raises(CannotRun, match="another program") as stopped:
             writer.finish()
     assert "rows may be missing" in stopped.value.hint

@@ -251,7 +251,7 @@ def test_a_signal_during_a_write_waits_for_its_end(
     monkeypatch.setattr(os, "fsync", sync)
     expected = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}.get(number, KeyboardInterrupt)
     with raise_on_signals(), ResultWriter(out) as writer, pytest.raises(expected) as stopped:
-        writer.write_error(error)
+        writer.write(error)
     assert len(went_on) == 1 and list(read(out)) == ["a"]
     assert exit_code(stopped.value) == 128 + number
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

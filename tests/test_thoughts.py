@@ -72,7 +72,7 @@ def answered(rules: PromptRules, text: str, reason: Any = "stop", **body: Any) -
 
 def body_of(found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The message and the usage of a completion's row."""
-    body = json.loads(result_line([found]))["response"]["body"]
+    body = json.loads(result_line(found))["response"]["body"]
     return body["choices"][0]["message"], body["usage"]
 
 
@@ -215,7 +215,7 @@ def test_choices_count_their_thoughts_together(tmp_path: Path) -> None:
     rules = rules_of(tmp_path, QWEN3)
     one, two = (answered(rules, text) for text in ("<think>a</think>b", "b"))
     two = replace(two, reply=replace(two.reply, choice=1))
-    usage = json.loads(result_line([one, two]))["response"]["body"]["usage"]
+    usage = json.loads(result_line(replace(one, further=(two,))))["response"]["body"]["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>a</think>")}
 
 

@@ -433,7 +433,7 @@ def test_calls_in_an_answer(caller: PromptRules) -> None:
     text = f"Well.<tool_call>{W}</tool_call><tool_call>{N}</tool_call>"
     found = answered(caller, text, tools=TOOLS)
     assert found.finish_reason == "tool_calls"
-    body = json.loads(result_line([found]))["response"]["body"]
+    body = json.loads(result_line(found))["response"]["body"]
     (choice,) = body["choices"]
     message = choice["message"]
     assert (choice["finish_reason"], message["content"]) == ("tool_calls", "Well.")
@@ -451,7 +451,7 @@ def test_calls_in_an_answer(caller: PromptRules) -> None:
     assert found.text == f"Well.{W}{N}", "the text is whole, without special tokens"
 
     alone = answered(caller, text.removeprefix("Well."), tools=TOOLS, parallel_tool_calls=False)
-    message = json.loads(result_line([alone]))["response"]["body"]["choices"][0]["message"]
+    message = json.loads(result_line(alone))["response"]["body"]["choices"][0]["message"]
     assert message["content"] is None
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert answered(caller, text, "length", tools=TOOLS).finish_reason == "length"
@@ -524,7 +524,7 @@ def test_calls_in_a_native_row() -> None:
     calls = (ToolCall("123456789", "now", "{}"),)
     answer = Answer(content="", tool_calls=calls)
     found = replace(completion(), answer=answer, finish_reason="tool_calls", reply=Reply())
-    row = json.loads(result_line([found]))
+    row = json.loads(result_line(found))
     assert row["text"] == "so" and row["tool_calls"] == [
         {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     ]

@@ -2,8 +2,9 @@
 
 engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
 keeps requests that gave theirs up, prompt_queue.py cuts prompts into parts, results.py makes
-results. unfinished.py has the requests to begin again after an error. offline.py has the calls of
-the Python API that complete prompts, rows_bar.py their progress bar in the terminal.
+results. unfinished.py collects the choices of a row, and has the requests to begin again after an
+error. offline.py has the calls of the Python API that complete prompts, rows_bar.py their progress
+bar in the terminal.
 
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.

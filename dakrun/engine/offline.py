@@ -4,9 +4,7 @@ Knows prompts, parameters and results; knows neither plans nor memory (llm.py do
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -16,7 +14,6 @@ from dakrun.engine.results import too_long
 from dakrun.engine.rows_bar import rows_bar
 from dakrun.errors import CannotRun, refuse_unsupported
 from dakrun.requests import (
-    Choices,
     Completion,
     Prompt,
     PromptRules,
@@ -47,10 +44,8 @@ class OfflineCalls(ABC):
         """The engine that runs the requests; UsageError once it is closed."""
 
     @abstractmethod
-    def run(
-        self, requests: Iterable[Request | None]
-    ) -> Generator[Completion | RowError, None, None]:
-        """Results of Requests, one of each, as they finish: `stream` without its checks.
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+        """Results of Requests as they finish, `further` ones together: `stream` without its checks.
 
         See Engine.generate.
         """
@@ -141,7 +136,7 @@ class OfflineCalls(ABC):
             return self._stream_iterator(prompts, own)
         requests = requests_in(prompts)
         if requests is None:
-            return self._stream_choices(as_requests(prompts, own, self.rules))  # type: ignore[arg-type]
+            return self.run(as_requests(prompts, own, self.rules))  # type: ignore[arg-type]
         refuse_params(own)
         return self.run(requests)
 
@@ -156,7 +151,7 @@ class OfflineCalls(ABC):
             refuse_params(params)
             yield from self.run(every)
         else:
-            yield from self._stream_choices(as_requests(every, params, self.rules))
+            yield from self.run(as_requests(every, params, self.rules))
 
     def _complete(self, requests: list[Request], *, progress: bool) -> list[Completion]:
         """The results of `requests`, whose ids are their indexes; CannotRun if one has none."""
@@ -169,24 +164,12 @@ class OfflineCalls(ABC):
         requests.sort(key=lambda r: -r.params.limit(longest - len(r.prompt_ids)))
         results: dict[int, Completion] = {}
         with rows_bar(count, shown=progress) as one_done:
-            for result in self._stream_choices(requests):
+            for result in self.run(requests):
                 if isinstance(result, RowError):
                     raise _no_result(result)
                 results[int(result.id)] = result
                 one_done()
         return [results[i] for i in range(count)]
-
-    def _stream_choices(self, requests: list[Request]) -> Iterator[Completion | RowError]:
-        """Results of `requests`, each with its further choices, as soon as all of them are done."""
-        choices = Choices()
-        every = self.run(one for r in requests for one in (r, *r.further))
-        with closing(every):  # ends the run where the stream is closed
-            for result in every:
-                done = choices.add(result)
-                if isinstance(done, RowError):
-                    yield done
-                elif done is not None:
-                    yield replace(done[0], further=done[1:]) if done[1:] else done[0]
 
 
 def _no_result(error: RowError) -> CannotRun:

@@ -11,10 +11,10 @@ from heapq import heappop, heappush
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.llm import LLM
-from dakrun.requests import AheadRow, Choices, Completion, Request, RowError, parse_row
+from dakrun.requests import AheadRow, Completion, Request, RowError, parse_row
 
 Row = tuple[AheadRow, bytes]  # a row that is not parsed yet, and its packed content
-Result = tuple[Completion, ...] | RowError  # all choices of a row, or its error
+Result = Completion | RowError  # of a row, with all its choices
 OnResult = Callable[[int, Result], None]  # takes a row's number
 
 
@@ -39,7 +39,6 @@ class ModelThread:
         self._rows: list[Row] = []  # a heap
         self._numbers: dict[str, int] = {}  # of the rows that run, by id
         self._same_id: defaultdict[str, list[Row]] = defaultdict(list)  # wait for one that runs
-        self._choices = Choices()
         self._closed = False
         self._changed = threading.Condition()
         self._loaded = threading.Event()
@@ -104,13 +103,9 @@ class ModelThread:
             else:
                 self._numbers[parsed.id] = number
                 yield parsed
-                yield from parsed.further
 
-    def _finish(self, result: Completion | RowError) -> None:
-        row = self._choices.add(result)
-        if row is None:
-            return
-        self._on_result(self._numbers.pop(result.id), row)
+    def _finish(self, result: Result) -> None:
+        self._on_result(self._numbers.pop(result.id), result)
         self.add(self._same_id.pop(result.id, ()))
 
 

@@ -152,7 +152,7 @@ class DakrunProcessor:
     def _table(self, batch: pa.Table, results: Sequence[Result]) -> pa.Table:
         """The batch's columns, and those of its results."""
         rows = [
-            error_row(result) if isinstance(result, RowError) else completion_row(*result)
+            error_row(result) if isinstance(result, RowError) else completion_row(result)
             for result in results
         ]
         table = result_table(rows, from_file=False)

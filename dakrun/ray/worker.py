@@ -58,7 +58,7 @@ class Finished(NamedTuple):
     @classmethod
     def of(cls, number: int, result: Result) -> "Finished":
         """That of `result`."""
-        choices = () if isinstance(result, RowError) else result
+        choices = () if isinstance(result, RowError) else result.choices
         return cls(
             number,
             len(choices),

@@ -7,10 +7,10 @@ shared checks, neutral.py values that change nothing). prompts.py says which pro
 accepts, python_prompts.py makes requests of prompts of the Python API, row_check.py checks rows
 before a run. gzip_files.py knows gzip, parquet_files.py Parquet (arrow.py has its columns).
 
-Out: choices.py collects the results of a row, openai_results.py puts them in OpenAI's format,
-destination.py checks where they go, writer.py writes them durably (files.py), written_rows.py reads
-them again, input_order.py puts them in order. fingerprint.py tells one run from another,
-row_digests.py one row from another.
+Out: native_rows.py and openai_results.py have the formats of results. destination.py checks where
+results go, writer.py writes them durably (files.py), written_rows.py reads them again,
+input_order.py puts them in order. fingerprint.py tells one run from another, row_digests.py one row
+from another.
 
 tokenizer.py wraps the model's tokenizer (tokenizer_files.py has its files), sentencepiece_model.py
 one of a tokenizer.model alone. continuation.py makes text of tokens behind a prompt, and
@@ -20,7 +20,6 @@ chat_template.py runs their template. tool_calls.py finds calls of tools in answ
 thoughts that they begin with. request.py holds the shared types. README.md describes the formats.
 """
 
-from dakrun.requests.choices import Choices
 from dakrun.requests.continuation import Continuation
 from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
@@ -56,7 +55,6 @@ __all__ = [
     "AheadRow",
     "Answer",
     "BadRow",
-    "Choices",
     "Completion",
     "Continuation",
     "EstimatedRules",

@@ -90,9 +90,9 @@ def several_choices(
     ]
 
 
-def completion_row(*choices: Completion) -> dict[str, Any]:
-    """The native result row of a row whose `choices` have finished, one or several."""
-    first = choices[0]
+def completion_row(first: Completion) -> dict[str, Any]:
+    """The native result row of a row with all its choices, of which `first` has the others."""
+    choices = first.choices
     row: dict[str, Any] = {"id": _shown_id(first)}
     if len(choices) == 1:
         row |= _text(first)

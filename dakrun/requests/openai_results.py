@@ -12,12 +12,13 @@ from typing import Any
 from dakrun.requests.request import Completion, Logprobs, RowError, TokenLogprob
 
 
-def completion_row(*choices: Completion) -> dict[str, Any]:
-    """The result row of a Batch row whose `choices` have finished; its ids are hashes of custom_id.
+def completion_row(first: Completion) -> dict[str, Any]:
+    """The result row of a Batch row with all its choices, of which `first` has the others.
 
-    As OpenAI counts, `usage` has each prompt once and all completions.
+    Its ids are hashes of custom_id. As OpenAI counts, `usage` has each prompt once and all
+    completions.
     """
-    first = choices[0]
+    choices = first.choices
     key, is_chat = _key(first.id), first.reply.kind == "chat"
     prompt_tokens = sum(choice.prompt_tokens for choice in choices[:: first.reply.n])
     new = sum(len(choice.token_ids) for choice in choices)

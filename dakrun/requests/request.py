@@ -120,9 +120,10 @@ class Completion:
     `ttft_s` is the time from the request's start to its first token, `tpot_s` the mean time of
     each later token (0 if there is none), both in seconds.
 
-    Results of the Python API also have the `prompt` (None if it was given as token ids), and the
-    `further` completions of a prompt that asked for several. `choices` are all of them, this one
-    first. `outputs`, `request_id`, `index` and `finished` are vLLM's names.
+    The result of a row that asked for several choices is the completion of the first, which has the
+    `further` ones. `choices` are all of them, this one first. Results of the Python API also have
+    the `prompt` (None if it was given as token ids). `outputs`, `request_id`, `index` and
+    `finished` are vLLM's names.
     """
 
     id: str

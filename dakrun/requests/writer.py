@@ -7,7 +7,7 @@ The rows' formats are in native_rows.py and openai_results.py.
 import errno
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -227,24 +227,18 @@ class ResultWriter:
         self.rows -= 1
         return False
 
-    def write(self, *choices: Completion, digest: int = 0) -> None:
-        """Append the choices of a finished row; on return it is on disk. Raises CannotRun.
+    def write(self, result: Completion | RowError, *, digest: int = 0) -> None:
+        """Append the result of a row; on return it is on disk. Raises CannotRun.
 
         `digest` is that of the input's row, 0 if it is not known.
         """
-        self._append(result_line(choices), choices[0].id, digest)
-
-    def write_error(self, error: RowError) -> None:
-        """Append a row that could not be run; on return it is on disk. Raises CannotRun."""
-        self._append(result_line(error), error.id, error.digest)
-
-    def _append(self, data: bytes, id: str, digest: int) -> None:
         assert self._file is not None, "rows are written inside the `with` block"
+        data = result_line(result)
         try:
             with defer_signals():
                 self._file.append(pack(data) if self._is_packed else data)
                 if self._digests is not None and digest:  # behind the result: see row_digests.py
-                    self._digests.add(id, digest)
+                    self._digests.add(result.id, digest)
                 self.rows += 1
         except OSError as problem:
             raise self._failure(problem) from problem
@@ -357,14 +351,13 @@ def _changed(name: str, count: int, first: InputRow) -> UsageError:
     )
 
 
-def result_line(result: Sequence[Completion] | RowError) -> bytes:
+def result_line(result: Completion | RowError) -> bytes:
     """The line of a row's result in the output: of its error, or of all its choices."""
-    reply = result.reply if isinstance(result, RowError) else result[0].reply
-    rows = native_rows if reply.kind == "native" else openai_results
+    rows = native_rows if result.reply.kind == "native" else openai_results
     if isinstance(result, RowError):
         row = rows.error_row(result)
     else:
-        row = rows.completion_row(*result)
+        row = rows.completion_row(result)
     try:
         text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
         return text.encode() + b"\n"
