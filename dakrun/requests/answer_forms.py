@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from dakrun.errors import UsageError
-from dakrun.grammars import StructuredOutputsParams
+from dakrun.grammars import MAX_COMPILED, Grammars, StructuredOutputsParams
 from dakrun.requests.json_rows import json_kind, names, shown
 from dakrun.requests.prompts import BadRow
 
@@ -38,14 +38,34 @@ def answer_form(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     return StructuredOutputsParams.of(given[name])
 
 
-def form_ahead(row: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """The form that a row of any format asks for, if it has a valid one."""
-    body = row.get("body", row)
-    if not isinstance(body, dict) or not any(name in body for name in FORM_FIELDS):
-        return None
-    with suppress(BadRow, UsageError, TypeError):
-        return answer_form(body)
-    return None
+class FormsAhead:
+    """The forms that rows ask for, compiled beside other work while the rows wait for their turn.
+
+    Until the model is known they are noted, as many as are kept compiled.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[StructuredOutputsParams, None] = {}
+        self._grammars: Grammars | None = None
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Note or compile the form that a row of any format asks for, if it has a valid one."""
+        body = row.get("body", row)
+        if not isinstance(body, dict) or not any(name in body for name in FORM_FIELDS):
+            return
+        with suppress(BadRow, UsageError, TypeError):
+            if (form := answer_form(body)) is None:
+                return
+            if self._grammars is not None:
+                self._grammars.prepare([form])
+            elif len(self._noted) < MAX_COMPILED:
+                self._noted[form] = None
+
+    def compile(self, grammars: Grammars | None) -> None:
+        """Compile the forms of rows so far, and those to come, by the model's `grammars`."""
+        self._grammars = grammars
+        if grammars is not None:
+            grammars.prepare(self._noted)
 
 
 def _of_response_format(given: object) -> StructuredOutputsParams:

@@ -1,69 +1,33 @@
 """The rows that have been read but not begun, the longest first: so none is left alone at the end.
 
-Knows the rows' lengths, not their content, which lies in temporary files (spool.py). A row takes
-some 400 bytes of memory.
+Knows the rows' order, not their content, which lies in temporary files (spool.py). A row takes some
+400 bytes of memory.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
+from dakrun.requests.input_rows import InputRows
 from dakrun.requests.lengths import RowLengths
-from dakrun.requests.native_rows import RowFormat
+from dakrun.requests.row_parser import AheadRow
 from dakrun.requests.spool import Spool
 
 LOOK_AHEAD = 65_536  # rows
 AHEAD_BYTES = 1 << 30  # of their content
 
 
-class AheadRow(NamedTuple):
-    """A row that has been read, but not made a Request. Rows begin in the order of these tuples.
-
-    First come rows of an earlier group of LOOK_AHEAD rows, so that none waits for ever; then rows
-    that may take the most decode steps; then rows with the longest prompts.
-
-    `number` is the row's line, `id` the id of its result. `kind` is the format of the file's rows,
-    None before the first JSON row. `digest` is the content's (row_digests.py). LookAhead notes the
-    `place` of the content in its spool.
-    """
-
-    group: int
-    minus_new: int
-    minus_prompt: int
-    number: int
-    id: str
-    choices: int
-    shared: int
-    nbytes: int
-    kind: RowFormat | None
-    digest: int = 0
-    place: int = 0
-
-    @property
-    def lengths(self) -> RowLengths:
-        """The row's lengths, as they are estimated."""
-        return RowLengths(-self.minus_prompt, -self.minus_new, self.choices, self.shared)
-
-
 class LookAhead:
     """Iterates over `rows`, each with its content, in the order in which they should begin.
 
     Reads up to LOOK_AHEAD rows and AHEAD_BYTES of content ahead, and gives the first row only then.
-    With `may_wait` reading may wait for another program: then a thread reads, and rows are given as
-    they arrive. None in place of a row says that none has arrived; `wait` waits for one. If reading
-    fails, the rows before are given, then the error is raised. `close_input` closes the input of
-    `rows`.
+    Where reading may wait for another program, a thread reads, and rows are given as they arrive.
+    None in place of a row says that none has arrived; `wait` waits for one. If reading fails, the
+    rows before are given, then the error is raised.
     """
 
-    def __init__(
-        self,
-        rows: Iterator[tuple[AheadRow, bytes]],
-        close_input: Callable[[], None],
-        *,
-        may_wait: bool,
-    ) -> None:
-        self._source, self._close_input = rows, close_input
+    def __init__(self, rows: InputRows) -> None:
+        self._input, self._source = rows, iter(rows)
         self._rows: list[AheadRow] = []  # a heap
         self._count = self._nbytes = 0
         self._spool = Spool()
@@ -71,7 +35,7 @@ class LookAhead:
         self._ended = self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        if may_wait:
+        if rows.may_wait:
             self._thread = threading.Thread(target=self._read_all, name="prompts", daemon=True)
             self._thread.start()
 
@@ -127,7 +91,7 @@ class LookAhead:
             self._changed.notify_all()
             self._spool.close()
         if self._thread is None or self._ended:
-            self._close_input()
+            self._input.close()
 
     def _has_room(self) -> bool:
         return len(self._rows) < LOOK_AHEAD and self._nbytes < AHEAD_BYTES
@@ -145,7 +109,7 @@ class LookAhead:
                 while not (self._has_room() or self._closed):
                     self._changed.wait()
         if self._closed:  # else `close` closes the input
-            self._close_input()
+            self._input.close()
 
     def _read_one(self) -> None:
         """Read one more row, or note the end."""

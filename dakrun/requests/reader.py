@@ -1,39 +1,29 @@
 """Prompt files, read as a stream: every row becomes a Request, or a RowError if it cannot be run.
 
-A row goes one way: lines.py reads its line, the reader takes content and id from the line,
+A row goes one way: lines.py reads its line, input_rows.py takes content and id from the line,
 look_ahead.py puts the longest rows first, row_parser.py makes Requests.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
-from dakrun.grammars import MAX_COMPILED, Grammars, StructuredOutputsParams
 from dakrun.plan import ExpectedRun
-from dakrun.requests.answer_forms import form_ahead
+from dakrun.requests.answer_forms import FormsAhead
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.json_rows import decode_utf8, id_of, json_object
-from dakrun.requests.lengths import (
-    NOTHING,
-    PromptStarts,
-    RowLengths,
-    json_lengths,
-    text_lengths,
-)
-from dakrun.requests.lines import Line, Lines, LineSource
-from dakrun.requests.look_ahead import AheadRow, LookAhead
-from dakrun.requests.native_rows import NATIVE, RowFormat
+from dakrun.requests.input_rows import Format, InputRows, content_of
+from dakrun.requests.lengths import RowLengths
+from dakrun.requests.lines import Lines, LineSource
+from dakrun.requests.look_ahead import LookAhead
+from dakrun.requests.native_rows import NATIVE
 from dakrun.requests.parquet_files import ParquetLines, is_parquet
-from dakrun.requests.prompts import BadRow, PromptRules
-from dakrun.requests.request import IdSet, Request, RowError
-from dakrun.requests.row_digests import InputRow, bytes_digest, json_digest
-from dakrun.requests.row_parser import Content, kind_of, pack_content, parse_row
-
-Format = Literal["text", "jsonl"]
+from dakrun.requests.prompts import PromptRules
+from dakrun.requests.request import Request, RowError
+from dakrun.requests.row_digests import InputRow
+from dakrun.requests.row_parser import AheadRow, Content, kind_of, parse_row
 
 MAX_LINE_BYTES = 2**24
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "jsonl"}
@@ -52,10 +42,10 @@ class RequestReader:
     another kind, which are JSON Lines unless `format` or their first byte says otherwise. Without
     `format`, .txt and .txt.gz are text (one prompt a line), .jsonl and .jsonl.gz are JSON Lines, as
     are the rows of a .parquet file; a file without suffix, or standard input, is JSON Lines if its
-    first row begins with "{". The     first JSON row decides whether all are native or OpenAI Batch
-    rows; the other kind is an error.     A row that repeats an earlier id becomes an error called
-    line-N by its line number. Blank lines     are skipped, but counted. A line of more than
-    `max_line_bytes`, as in a binary file, is an error     and is not held in memory.
+    first row begins with "{". The first JSON row decides whether all are native or OpenAI Batch
+    rows; the other kind is an error. A row that repeats an earlier id becomes an error called
+    line-N by its line number. Blank lines are skipped, but counted. A line of more than
+    `max_line_bytes`, as in a binary file, is an error and is not held in memory.
 
     JSON is parsed when a row is read, for its id and lengths; the prompt is tokenized when its turn
     comes (see look_ahead.py). Raises UsageError if the source cannot be opened, CannotRun if
@@ -76,13 +66,8 @@ class RequestReader:
             open_lines = ParquetLines if is_parquet(name) else Lines
             source, format = open_lines(name, max_line_bytes), format or format_of(name)
         self._format, self._lines = format, source
-        self._row_kind: RowFormat | None = None
-        self._ids = IdSet()
-        self._starts = PromptStarts()
-        self._max_model_len = 0
         self._ahead: LookAhead | None = None
-        self._forms: dict[StructuredOutputsParams, None] = {}  # to be compiled
-        self._grammars: Grammars | None = None
+        self._forms = FormsAhead()
 
     def __enter__(self) -> "RequestReader":
         return self
@@ -168,31 +153,19 @@ class RequestReader:
 
     def input_rows(self) -> Iterator[InputRow] | None:
         """The ids and digests of all rows, read beside this reader; None for a pipe."""
-        rows = self._read_again(self._max_model_len)
-        if rows is None:
-            return None
-        return (InputRow(row.id, row.number, row.digest) for row, _ in rows)
-
-    def in_order(self, rules: PromptRules) -> Iterator[tuple[RowLengths, Request | RowError]]:
-        """All rows as in `rows`, whose place it takes, in the file's order, with their lengths."""
-        self._max_model_len = rules.max_model_len
-        _ = self._first_row  # which sets the format
-        for row, content in self._read_rows():
-            yield row.lengths, parse_row(row, content, self._defaults, rules)
-
-    def _read_again(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes]] | None:
-        """All rows in the file's order, read beside this reader; None for a pipe."""
         if self._lines.bytes_total is None:
             return None
         _ = self._first_row  # which sets the format
-        return self._reopened(max_model_len)
+        return self._read_again()
 
-    def _reopened(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes]]:
-        with RequestReader(
-            self._lines.reopened(), defaults=self._defaults, format=self._format
-        ) as again:
-            again._max_model_len = max_model_len
-            yield from again._read_rows()
+    def in_order(self, rules: PromptRules) -> Iterator[tuple[RowLengths, Request | RowError]]:
+        """All rows as in `rows`, whose place it takes, in the file's order, with their lengths."""
+        for row, content in self._input_rows(rules.max_model_len):
+            yield row.lengths, parse_row(row, content, self._defaults, rules)
+
+    def compile_forms(self, rules: PromptRules) -> None:
+        """Compile the forms of answers that rows ask for, beside other work, as rows are read."""
+        self._forms.compile(rules.grammars)
 
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""
@@ -201,12 +174,17 @@ class RequestReader:
 
     def _look_ahead(self, max_model_len: int) -> LookAhead:
         if self._ahead is None:
-            self._max_model_len = max_model_len
-            _ = self._first_row  # which sets the format
-            self._ahead = LookAhead(
-                self._read_rows(), self._lines.close, may_wait=self._lines.may_wait
-            )
+            self._ahead = LookAhead(self._input_rows(max_model_len))
         return self._ahead
+
+    def _input_rows(self, max_model_len: int) -> InputRows:
+        _ = self._first_row  # which sets the format
+        return InputRows(self._lines, self._format, self._defaults, max_model_len, self._forms)
+
+    def _read_again(self) -> Iterator[InputRow]:
+        with closing(InputRows(self._lines.reopened(), self._format, self._defaults, 0)) as again:
+            for row, _ in again:
+                yield InputRow(row.id, row.number, row.digest)
 
     @cached_property
     def _first_row(self) -> Content | None:
@@ -218,7 +196,7 @@ class RequestReader:
         if self._format is None:
             is_json = line.data is not None and line.data.lstrip().startswith(b"{")
             self._format = "jsonl" if is_json else "text"
-        return self._content(line)
+        return content_of(line, self._format, self._lines.max_line_bytes)
 
     def _check_no_array(self, data: bytes) -> None:
         """Raise UsageError if the first line shows that the input is one JSON array."""
@@ -232,78 +210,6 @@ class RequestReader:
             raise UsageError(
                 f"{self._lines.name}: a JSON array, not one JSON object a line", hint=_FROM_ARRAY
             )
-
-    def _read_rows(self) -> Iterator[tuple[AheadRow, bytes]]:
-        """The rows in the file's order, each with its packed content."""
-        for line in self._lines:
-            content = self._content(line)
-            self._note_form(content)
-            yield self._read_row(line, content), pack_content(content)
-
-    def compile_forms(self, rules: PromptRules) -> None:
-        """Compile the forms of answers that rows ask for, beside other work, as rows are read."""
-        self._grammars = rules.grammars
-        if self._grammars is not None:
-            self._grammars.prepare(self._forms)
-
-    def _note_form(self, content: Content) -> None:
-        """Note the form that a row asks for, or have it compiled once the model is known."""
-        if not isinstance(content, dict) or (form := form_ahead(content)) is None:
-            return
-        if self._grammars is not None:
-            self._grammars.prepare([form])
-        elif len(self._forms) < MAX_COMPILED:
-            self._forms[form] = None
-
-    def _content(self, line: Line) -> Content:
-        """What the line says; its JSON is parsed here and nowhere else."""
-        if line.data is None:
-            return "line_too_long", f"the line has more than {self._lines.max_line_bytes} bytes"
-        try:
-            return decode_utf8(line.data) if self._format == "text" else json_object(line.data)
-        except BadRow as bad:
-            return bad.code, str(bad)
-
-    def _read_row(self, line: Line, content: Content) -> AheadRow:
-        """Note the kind and id of the next row in the input, and estimate its lengths."""
-        lengths, row_id = NOTHING, f"line-{line.number}"
-        digest: int | None = None
-        limits = self._defaults.limit(self._max_model_len), self._max_model_len
-        if self._format == "text":  # whose ids are unique
-            if text := line.data and line.data.decode(errors="replace"):
-                lengths = text_lengths(text, *limits, self._starts)
-        elif isinstance(content, dict):
-            kind = kind_of(content)
-            self._row_kind = self._row_kind or kind
-            with suppress(RecursionError):
-                digest = json_digest(content, kind.id_field)
-            with suppress(BadRow):
-                row_id = id_of(content, kind.id_field) or row_id
-                if kind is self._row_kind:
-                    lengths = json_lengths(content, *limits, self._starts)
-        if self._format != "text":
-            row_id = self._unique(row_id, line.number)
-        return AheadRow(
-            group=0,
-            minus_new=-lengths.new,
-            minus_prompt=-lengths.prompt,
-            number=line.number,
-            id=row_id,
-            choices=lengths.choices,
-            shared=lengths.shared,
-            nbytes=line.nbytes,
-            kind=self._row_kind,
-            digest=bytes_digest(line.data or b"") if digest is None else digest,
-        )
-
-    def _unique(self, row_id: str, number: int) -> str:
-        """`row_id`, or another id if an earlier row has that."""
-        if self._ids.add(row_id):
-            return row_id
-        new = f"line-{number}"
-        while not self._ids.add(new):
-            new += "-duplicate"
-        return new
 
 
 def format_of(name: str) -> Format | None:

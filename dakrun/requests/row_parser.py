@@ -1,19 +1,19 @@
 """Makes a Request of a row's content, in this process or in a worker that was sent the content.
 
-The content is a line's parsed JSON or its text. reader.py makes it once, and it is kept as bytes
-until the row's turn comes. Knows the row formats, and no files; the fields are in native_rows.py
-and openai_rows.py.
+The content is a line's parsed JSON or its text. input_rows.py makes it once, and it is kept as
+bytes until the row's turn comes. Knows the row formats, and no files; the fields are in
+native_rows.py and openai_rows.py.
 """
 
 import marshal
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.requests.json_rows import id_of
-from dakrun.requests.look_ahead import AheadRow
+from dakrun.requests.lengths import RowLengths
 from dakrun.requests.native_rows import NATIVE, ParsedRow, RowFormat
 from dakrun.requests.openai_rows import BATCH, is_batch_row
 from dakrun.requests.prompts import BadRow, PromptRules
@@ -21,6 +21,35 @@ from dakrun.requests.request import Request, RowError
 
 Content = dict[str, Any] | str | tuple[str, str]
 """The fields of a JSON row, a text, or the code and message of a line that is neither."""
+
+
+class AheadRow(NamedTuple):
+    """A row that has been read, but not made a Request. Rows begin in the order of these tuples.
+
+    First come rows of an earlier group of LOOK_AHEAD rows, so that none waits for ever; then rows
+    that may take the most decode steps; then rows with the longest prompts.
+
+    `number` is the row's line, `id` the id of its result. `kind` is the format of the file's rows,
+    None before the first JSON row. `digest` is the content's (row_digests.py). LookAhead notes the
+    `place` of the content in its spool.
+    """
+
+    group: int
+    minus_new: int
+    minus_prompt: int
+    number: int
+    id: str
+    choices: int
+    shared: int
+    nbytes: int
+    kind: RowFormat | None
+    digest: int = 0
+    place: int = 0
+
+    @property
+    def lengths(self) -> RowLengths:
+        """The row's lengths, as they are estimated."""
+        return RowLengths(-self.minus_prompt, -self.minus_new, self.choices, self.shared)
 
 
 def pack_content(content: Content) -> bytes:
