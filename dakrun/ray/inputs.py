@@ -18,11 +18,10 @@ import pyarrow.parquet as pq
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests.arrow import well_formed
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.json_rows import json_object
+from dakrun.requests.input_rows import Format, content_of
 from dakrun.requests.lines import Line, Lines, LineSource
 from dakrun.requests.parquet_files import parquet_lines
-from dakrun.requests.prompts import BadRow
-from dakrun.requests.reader import MAX_LINE_BYTES, Format, conversion_hint
+from dakrun.requests.reader import MAX_LINE_BYTES, conversion_hint
 
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "jsonl", ".txt": "text"}
 
@@ -149,13 +148,11 @@ def _with_well_formed_id(data: bytes) -> bytes:
     """A JSON row whose id has no lone surrogates; the same bytes if it had none, or is no row."""
     if rb"\ud" not in data.lower():  # such characters can only be written as escapes
         return data
-    try:
-        row = json_object(data)
-        row_id = row.get("id")
-        if isinstance(row_id, str) and well_formed(row_id) != row_id:
+    row = content_of(data, "jsonl", MAX_LINE_BYTES)
+    row_id = row.get("id") if isinstance(row, dict) else None
+    if isinstance(row, dict) and isinstance(row_id, str) and well_formed(row_id) != row_id:
+        with suppress(RecursionError):
             return json.dumps(row | {"id": well_formed(row_id)}).encode()
-    except (BadRow, RecursionError):
-        pass  # the parser reports it
     return data
 
 

@@ -4,13 +4,14 @@ Knows lines and what they say. look_ahead.py has the order in which rows begin, 
 Requests of them.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Literal
 
 from dakrun.config import SamplingParams
 from dakrun.requests.answer_forms import FormsAhead
-from dakrun.requests.json_rows import decode_utf8, id_of, json_object
+from dakrun.requests.json_rows import id_of, json_kind
 from dakrun.requests.lengths import NOTHING, PromptStarts, json_lengths, text_lengths
 from dakrun.requests.lines import Line, LineSource
 from dakrun.requests.native_rows import RowFormat
@@ -47,7 +48,7 @@ class InputRows:
 
     def __iter__(self) -> Iterator[tuple[AheadRow, bytes]]:
         for line in self._lines:
-            content = content_of(line, self._format, self._lines.max_line_bytes)
+            content = content_of(line.data, self._format, self._lines.max_line_bytes)
             if self._forms is not None and isinstance(content, dict):
                 self._forms.note(content)
             yield self._row(line, content), pack_content(content)
@@ -102,11 +103,23 @@ class InputRows:
         return new
 
 
-def content_of(line: Line, format: Format | None, max_line_bytes: int) -> Content:
-    """What a line says; its JSON is parsed here and nowhere else."""
-    if line.data is None:
+def content_of(data: bytes | None, format: Format | None, max_line_bytes: int) -> Content:
+    """What a line says, None if it is too long; its JSON is parsed here and nowhere else."""
+    if data is None:
         return "line_too_long", f"the line has more than {max_line_bytes} bytes"
     try:
-        return decode_utf8(line.data) if format == "text" else json_object(line.data)
-    except BadRow as bad:
-        return bad.code, str(bad)
+        text = data.decode()
+    except UnicodeDecodeError as problem:
+        at = problem.start
+        return "invalid_utf8", f"not UTF-8: byte {data[at]:#04x} at {at + 1}"
+    if format == "text":
+        return text
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as problem:
+        return "invalid_json", f"not JSON: {problem.msg} at column {problem.colno}"
+    except (ValueError, RecursionError):
+        return "invalid_json", "unreadable JSON: a number is too long, or it is nested too deep"
+    if not isinstance(row, dict):
+        return "invalid_json", f"the row is {json_kind(row)}, not an object"
+    return row

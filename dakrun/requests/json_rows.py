@@ -3,38 +3,12 @@
 Knows nothing of fields or files.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dakrun.requests.prompts import BadRow
 
 _JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
-
-
-def decode_utf8(data: bytes) -> str:
-    """`data` as text; raises BadRow."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as problem:
-        raise BadRow(
-            "invalid_utf8", f"not UTF-8: byte {data[problem.start]:#04x} at {problem.start + 1}"
-        ) from None
-
-
-def json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in a line; raises BadRow."""
-    try:
-        row = json.loads(decode_utf8(data))
-    except json.JSONDecodeError as problem:
-        raise BadRow("invalid_json", f"not JSON: {problem.msg} at column {problem.colno}") from None
-    except (ValueError, RecursionError):
-        raise BadRow(
-            "invalid_json", "unreadable JSON: a number is too long, or it is nested too deep"
-        ) from None
-    if not isinstance(row, dict):
-        raise BadRow("invalid_json", f"the row is {json_kind(row)}, not an object")
-    return row
 
 
 def id_of(row: dict[str, Any], name: str) -> str | None:

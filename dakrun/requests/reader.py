@@ -196,7 +196,7 @@ class RequestReader:
         if self._format is None:
             is_json = line.data is not None and line.data.lstrip().startswith(b"{")
             self._format = "jsonl" if is_json else "text"
-        return content_of(line, self._format, self._lines.max_line_bytes)
+        return content_of(line.data, self._format, self._lines.max_line_bytes)
 
     def _check_no_array(self, data: bytes) -> None:
         """Raise UsageError if the first line shows that the input is one JSON array."""
