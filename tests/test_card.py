@@ -18,7 +18,7 @@ from dakrun.geometry import (
     TILED_MAX_ROWS,
     TILED_PORTABLE_X_TILES,
 )
-from dakrun.hardware import Card, HardwareProfile, load_profile
+from dakrun.hardware import Card, load_profile, parse_profile, profile_text
 from dakrun.kernels.attention import KVShape, attention_config, prompt
 from dakrun.kernels.runtime import Kernel, card_of, compile_ahead, held_to
 from dakrun.launches import (
@@ -47,9 +47,7 @@ def test_a_profile_s_card() -> None:
     assert h200.card == H200 == replace(h200, facts={}).card, "what is not said is a Hopper's"
     assert load_profile("rtx-pro-6000").card == SMALL
     counted = replace(h200, clusters=(64, 38))
-    assert HardwareProfile.from_toml(counted.to_toml(), source="x").card == hopper(
-        132, clusters=(64, 38)
-    )
+    assert parse_profile(profile_text(counted), source="x").card == hopper(132, clusters=(64, 38))
 
 
 def test_a_card_is_held_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

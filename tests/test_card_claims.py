@@ -15,6 +15,7 @@ from dakrun.hardware import (
     RUN_ON,
     Card,
     load_profile,
+    profile_text,
     shipped_profiles,
     why_no_kernels,
 )
@@ -46,7 +47,7 @@ def ada(tmp_path: Path) -> str:
     facts = {"compute_capability": "8.9", "shared_bytes_per_sm": 100 << 10}
     profile = replace(load_profile(RTX), name="ada", device_name=ADA, facts=facts)
     path = tmp_path / "ada.toml"
-    path.write_text(profile.to_toml())
+    path.write_text(profile_text(profile))
     return str(path)
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 import dakrun
 from dakrun.cli import main
 from dakrun.errors import CannotRun
-from dakrun.hardware import load_profile
+from dakrun.hardware import load_profile, profile_text
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = "--max-decode-step"
@@ -233,7 +233,7 @@ def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     profile = tmp_path / "mine.toml"
-    profile.write_text(load_profile("cpu").to_toml().replace('"cpu"', '"mine"', 1), "utf-8")
+    profile.write_text(profile_text(load_profile("cpu")).replace('"cpu"', '"mine"', 1), "utf-8")
     shown = plan_json("--model", str(tmp_path), "--profile", str(profile))
     assert shown["model"]["name"] == tmp_path.name and shown["profile"]["name"] == "mine"
 

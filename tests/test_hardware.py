@@ -21,11 +21,13 @@ from dakrun.hardware import (
     gpu_names,
     kept_profiles_dir,
     load_profile,
+    parse_profile,
+    profile_text,
     shipped_profiles,
 )
 from dakrun.hardware import files as profile_files
 
-GH200 = MACHINE.to_toml()
+GH200 = profile_text(MACHINE)
 
 positive_int = st.integers(1, 2**60)
 positive = st.one_of(st.floats(1, 1e18), positive_int.map(float))
@@ -116,16 +118,16 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
 def test_toml_there_and_back(profile: HardwareProfile) -> None:
     if not profile.compute:
         with pytest.raises(UsageError, match="'compute' is missing"):
-            HardwareProfile.from_toml(profile.to_toml(), source="x")
+            parse_profile(profile_text(profile), source="x")
         return
-    assert HardwareProfile.from_toml(profile.to_toml(), source="x") == profile
+    assert parse_profile(profile_text(profile), source="x") == profile
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_shipped_profiles(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
-    assert HardwareProfile.from_toml(profile.to_toml(), source="x") == profile
+    assert parse_profile(profile_text(profile), source="x") == profile
     if name != "dgx-spark":  # CPU and GPU have one memory
         assert profile.tier("host").capacity_bytes > 0
     for dtype in ("float32", "float16", "bfloat16"):
@@ -276,7 +278,7 @@ def test_costs_are_linear_in_the_rows() -> None:
 def test_malformed_profiles(old: str, new: str, said: str) -> None:
     assert old in GH200
     with pytest.raises(UsageError) as caught:
-        HardwareProfile.from_toml(GH200.replace(old, new, 1), source="mine.toml")
+        parse_profile(GH200.replace(old, new, 1), source="mine.toml")
     message = str(caught.value)
     assert message.startswith("mine.toml: ") and said in message
     assert "profiles/" in caught.value.hint
@@ -286,16 +288,16 @@ def test_malformed_profiles(old: str, new: str, said: str) -> None:
 def test_a_gpu_has_an_sm_for_each_tier() -> None:
     few = GH200.replace("sms = 132", "sms = 1").replace("sms = 32", "sms = 1")
     with pytest.raises(UsageError, match="gh200: sms is 1") as caught:
-        HardwareProfile.from_toml(few, source="x")
+        parse_profile(few, source="x")
     assert "HBM" in caught.value.hint
-    HardwareProfile.from_toml(few.replace('kind = "cuda"', 'kind = "cpu"'), source="x")
+    parse_profile(few.replace('kind = "cuda"', 'kind = "cpu"'), source="x")
 
 
 def test_two_tiers_of_one_name_are_refused() -> None:
     tier = re.search(r"\[\[remote\]\]\n(?:.+\n)+", GH200)
     assert tier is not None
     with pytest.raises(UsageError, match="same name"):
-        HardwareProfile.from_toml(GH200.replace(tier[0], f"{tier[0]}\n{tier[0]}"), source="x")
+        parse_profile(GH200.replace(tier[0], f"{tier[0]}\n{tier[0]}"), source="x")
 
 
 def test_what_a_profile_lacks_is_said() -> None:
@@ -303,7 +305,7 @@ def test_what_a_profile_lacks_is_said() -> None:
     with pytest.raises(UsageError, match="no remote tier 'peer:1'") as caught:
         profile.tier("peer:1")
     assert "host" in caught.value.hint
-    only_half = HardwareProfile.from_toml(GH200.partition("[compute.bf")[0], source="x")
+    only_half = parse_profile(GH200.partition("[compute.bf")[0], source="x")
     with pytest.raises(UsageError, match="no compute rate for bfloat16"):
         only_half.flops_per_s("bfloat16", 8)
 
@@ -311,9 +313,9 @@ def test_what_a_profile_lacks_is_said() -> None:
 def test_a_profile_without_a_kernel_model_has_the_defaults() -> None:
     before, _, rest = GH200.partition("[kernel_model]")
     text = before + rest[rest.index("[[remote]]") :]
-    assert HardwareProfile.from_toml(text, source="x").kernel_model == KernelModel()
+    assert parse_profile(text, source="x").kernel_model == KernelModel()
     slow = "[kernel_model]\nlaunch_gap_seconds = 1e-3\n[[remote]]"
-    model = HardwareProfile.from_toml(text.replace("[[remote]]", slow), source="x").kernel_model
+    model = parse_profile(text.replace("[[remote]]", slow), source="x").kernel_model
     assert model == KernelModel(launch_gap_seconds=1e-3)
 
 

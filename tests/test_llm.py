@@ -14,7 +14,7 @@ import torch
 from dakrun.config import SamplingParams
 from dakrun.engine import build as build_module
 from dakrun.errors import UsageError
-from dakrun.hardware import load_profile
+from dakrun.hardware import load_profile, profile_text
 from dakrun.llm import LLM
 from dakrun.memory import tiers
 from dakrun.memory.host import HostBlock
@@ -202,7 +202,7 @@ def test_a_time_per_token_is_no_use_beside_a_batch_size(path: Path) -> None:
 
 def test_a_profile_may_be_a_path(path: Path, tmp_path: Path) -> None:
     profile = tmp_path / "mine.toml"
-    profile.write_text(load_profile("cpu").to_toml().replace('"cpu"', '"mine"', 1))
+    profile.write_text(profile_text(load_profile("cpu")).replace('"cpu"', '"mine"', 1))
     with LLM(path, device="cpu", batch_size=2, profile=profile) as llm:
         assert llm.profile.name == "mine"
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from dakrun.cli import main
 from dakrun.demo import MODEL
-from dakrun.hardware import load_profile
+from dakrun.hardware import load_profile, profile_text
 
 Spoil = Callable[[Path], object]
 USAGE, CANNOT_RUN = 2, 3
@@ -131,7 +131,7 @@ def tokenizer_with_code(folder: Path) -> None:
 
 def profile(old: str, new: str) -> Spoil:
     def spoil(folder: Path) -> None:
-        text = load_profile("cpu").to_toml()
+        text = profile_text(load_profile("cpu"))
         assert old in text
         (folder / "mine.toml").write_text(text.replace(old, new, 1))
 

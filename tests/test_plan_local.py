@@ -13,7 +13,7 @@ from planned import GIB, known, work
 from dakrun.cli import main
 from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.hardware import HardwareProfile, load_profile, profile_text
 from dakrun.llm import LLM
 from dakrun.plan import Policy, choose_batch_size, make_plan
 from dakrun.plan.show.picture import roofs
@@ -27,7 +27,7 @@ MODEL = known("opt-6.7b")
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     path = tmp_path / "alone.toml"
-    path.write_text(ALONE.to_toml())
+    path.write_text(profile_text(ALONE))
     return path
 
 

@@ -21,8 +21,9 @@ from dakrun.hardware import (
     cpu_name,
     find_profile,
     load_profile,
+    parse_profile,
+    profile_text,
 )
-from dakrun.hardware import profile as hardware
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.probe import run as probe
@@ -64,7 +65,7 @@ def run(*args: str) -> Result:
 
 def test_a_measured_cpu() -> None:
     profile, measurements = measure_cpu("mine", TINY)
-    assert hardware.HardwareProfile.from_toml(profile.to_toml(), source="x") == profile
+    assert parse_profile(profile_text(profile), source="x") == profile
     assert (profile.name, profile.device, profile.device_name) == ("mine", "cpu", cpu_name())
     assert profile.provenance.kind == "measured" and "figures spread" in profile.provenance.source
     host = profile.tier("host")

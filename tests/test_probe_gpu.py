@@ -18,7 +18,7 @@ from dakrun.geometry import (
     TILED_WIDE_TILES,
     TILED_X_TILES,
 )
-from dakrun.hardware import HardwareProfile, OpCosts, RemoteTier, Sweep, load_profile
+from dakrun.hardware import OpCosts, RemoteTier, Sweep, load_profile, parse_profile, profile_text
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import card_of, gpu_name, jit
 from dakrun.probe.congestion import PER_SM, grouped
@@ -253,7 +253,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     profile, measurements = measure_gpu("quick", QUICK)
     compiled = [path.name for path in folder.iterdir() if not path.name.startswith("bandwidth-")]
     assert len(compiled) == len(ahead), "all of them ahead, and no more"
-    assert HardwareProfile.from_toml(profile.to_toml(), source="quick") == profile
+    assert parse_profile(profile_text(profile), source="quick") == profile
     assert (profile.device, profile.device_name) == ("cuda", gpu_name())
     shows_what_the_method_rests_on(profile)
     linear, attention = profile.linear, profile.attention

@@ -12,7 +12,7 @@ from test_plot import png_size
 
 from dakrun.cli import main
 from dakrun.errors import CannotRun
-from dakrun.hardware import HardwareProfile, Sweep, load_profile
+from dakrun.hardware import HardwareProfile, Sweep, load_profile, parse_profile, profile_text
 from dakrun.probe import run as probe
 from dakrun.probe.plot import best_by_doubling, chains, curves, draw
 from dakrun.probe.table import render
@@ -108,7 +108,7 @@ def test_a_profile_without_sweeps_has_the_roofline_alone(tmp_path: Path, name: s
 
 def test_a_profile_read_back_draws(tmp_path: Path) -> None:
     profile = a_measured_gpu("host")
-    again = HardwareProfile.from_toml(profile.to_toml(), source="x")
+    again = parse_profile(profile_text(profile), source="x")
     assert again == profile
     drawn(again, tmp_path)
 

@@ -10,11 +10,12 @@ from dakrun.config import Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import (
     SCHEMA,
-    HardwareProfile,
     cpu_name,
     find_profile,
     kept_profiles_dir,
     load_profile,
+    parse_profile,
+    profile_text,
     shipped_profiles,
 )
 from dakrun.hardware import files as profile_files
@@ -34,7 +35,7 @@ def cache(empty_cache: Path) -> Path:
 
 def keep(folder: Path, name: str, device_name: str, *, like: str = "cpu", age: int = 0) -> None:
     """A kept profile `name` of a device, `age` seconds old."""
-    text = load_profile(like).to_toml()
+    text = profile_text(load_profile(like))
     shipped = load_profile(like)
     text = text.replace(f'name = "{like}"', f'name = "{name}"', 1)
     text = text.replace(f'name = "{shipped.device_name}"', f'name = "{device_name}"', 1)
@@ -54,7 +55,7 @@ def test_what_is_shipped() -> None:
 def test_every_profile_is_whole(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
-    assert HardwareProfile.from_toml(profile.to_toml(), source=name) == profile
+    assert parse_profile(profile_text(profile), source=name) == profile
     plan = make_plan(known_model("opt-6.7b"), WORKLOAD, profile, Policy())
     assert 0 < plan.bound_s <= plan.predicted_s
     text = Path(resource_dir("profiles") / f"{name}.toml").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """A machine in figures: profiles of bandwidths, rates and costs, in TOML files.
 
-profile.py has HardwareProfile and its TOML form, parts.py the parts of a profile, files.py the
-profiles that are shipped or kept, card.py the GPU as launches see it, kernels.py how kernels run on
-a card, or why they do not. Imports neither torch nor CUDA.
+profile.py has HardwareProfile, parts.py its parts, profile_toml.py its text, files.py the profiles
+that are shipped or kept, card.py the GPU as launches see it, kernels.py how kernels run on a card,
+or why they do not. Imports neither torch nor CUDA.
 """
 
 from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
@@ -27,7 +27,8 @@ from dakrun.hardware.parts import (
     RemoteTier,
     Sweep,
 )
-from dakrun.hardware.profile import SCHEMA, HardwareProfile
+from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware.profile_toml import SCHEMA, parse_profile, profile_text
 
 __all__ = [
     "ANY_ROWS",
@@ -53,6 +54,8 @@ __all__ = [
     "kept_profile",
     "kept_profiles_dir",
     "load_profile",
+    "parse_profile",
+    "profile_text",
     "shipped_profiles",
     "why_no_kernels",
 ]

@@ -1,6 +1,6 @@
 """Profile files: shipped with dakrun or kept in the cache, and the best one for this machine.
 
-Knows folders and device names; profile.py knows the content.
+Knows folders and device names; profile_toml.py knows the content.
 """
 
 import os
@@ -11,6 +11,7 @@ from typing import Literal
 from dakrun.errors import UsageError, check_file_name
 from dakrun.hardware.parts import OtherSchema
 from dakrun.hardware.profile import HardwareProfile
+from dakrun.hardware.profile_toml import parse_profile
 from dakrun.resources import cache_dir, resource_dir
 
 
@@ -27,7 +28,7 @@ def load_profile(name: str) -> HardwareProfile:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        return HardwareProfile.from_toml(text, source=str(path))
+        return parse_profile(text, source=str(path))
     known = ", ".join(shipped_profiles())
     raise UsageError(f"no profile {name!r}", hint=f"give a .toml file or one of: {known}")
 

@@ -19,6 +19,7 @@ from dakrun.hardware import (
     find_profile,
     kept_profile,
     kept_profiles_dir,
+    profile_text,
     shipped_profiles,
 )
 
@@ -134,7 +135,7 @@ def save(profile: HardwareProfile, path: Path) -> None:
     try:
         if path.parent == kept_profiles_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(profile.to_toml(), encoding="utf-8")
+        partial.write_text(profile_text(profile), encoding="utf-8")
         partial.replace(path)
     except OSError as problem:
         with contextlib.suppress(OSError):
