@@ -22,7 +22,7 @@ from dakrun.engine.build import tier_accesses, why_plain_torch
 from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import QuantisedRows, Rows
 from dakrun.hardware import load_profile
-from dakrun.kernels import experts
+from dakrun.kernels.experts import reference as experts
 from dakrun.llm import LLM
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.memory.tiers import allocate_tiers

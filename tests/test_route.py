@@ -8,8 +8,8 @@ from emulated import EmulatedKernel
 from packed_matrices import normal
 
 from dakrun.config import Routing
-from dakrun.kernels import experts
-from dakrun.kernels.route import SOURCE, Routed, defines, route
+from dakrun.kernels.experts import reference as experts
+from dakrun.kernels.experts.route import SOURCE, Routed, defines, route
 from dakrun.kernels.runtime import DTYPES, jit
 
 SOFTMAX = {"scores": "softmax"}

@@ -20,7 +20,8 @@ from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Guide
-from dakrun.kernels import experts, reference
+from dakrun.kernels import reference
+from dakrun.kernels.experts import reference as experts
 from dakrun.models.decoder import Attend, Decoder
 from dakrun.models.experts import Experts, Router
 from dakrun.models.functional import layer_norm, rms_norm, rope_table, rotate

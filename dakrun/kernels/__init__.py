@@ -1,8 +1,9 @@
 """Kernels over operands in several memory tiers. They know tensors and tiers, no models or plans.
 
-gemm/ multiplies by packed weights, attention/ attends to the KV cache, runtime/ compiles and
-launches; the small kernels have a file each. variants.py lists what a model needs; reference.py and
-experts.py are the backend in plain torch. native/README.md describes the CUDA sources.
+gemm/ multiplies by packed weights, experts/ by those of the experts that a router chooses,
+attention/ attends to the KV cache, runtime/ compiles and launches; the small kernels have a file
+each. variants.py lists what a model needs; reference.py and experts/reference.py are the backend in
+plain torch. native/README.md describes the CUDA sources.
 """
 
 from dakrun.kernels import reference

@@ -1,6 +1,6 @@
 """The experts of each row, and the rows of each expert; wraps native/route.cu.
 
-experts.py has the same choice in plain torch.
+reference.py has the same choice in plain torch.
 """
 
 import ctypes
