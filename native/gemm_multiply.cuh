@@ -50,16 +50,16 @@ __device__ __forceinline__ void wait_for(Accumulators& acc) {
 #else
 
 // acc += W X^T for `atoms` of W from shared address `w` on, `w_atom` bytes apart, and of X.
-__device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
+template <typename X = SwizzledX>
+__device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x_address, int atoms,
                                          Accumulators& acc) {
   // ldmatrix addresses. Of W, lanes 8-15 and 24-31 read the warp's second row block, lanes 16-31
-  // the next 8 k; of X, every 8 lanes read 8 more k. In a swizzled row of 128 bytes an XOR of the
-  // address reaches the other chunks.
+  // the next 8 k. In a swizzled row of 128 bytes an XOR of the address reaches the other chunks.
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, row = lane % 8;
   w += (2 * warp + lane / 8 % 2) * kAtomBytes + row * 128 + ((lane / 16 ^ row) << 4);
-  x += row * 128 + ((lane / 8 ^ row) << 4);
+  X x(x_address, lane);
 #pragma unroll 1
-  for (int i = 0; i < atoms; i++, w += w_atom, x += kXAtomBytes) {
+  for (int i = 0; i < atoms; i++, w += w_atom, x.next_atom()) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint32_t a[2][4];
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         uint32_t b[4];
-        ptx::ldmatrix_x4(b, (x ^ 64 * half) + tile * 8 * 128);
+        ptx::ldmatrix_x4(b, x.chunk(tile, half));
 #pragma unroll
         for (int step = 0; step < 2; step++) {
           float2(&set)[2 * TILES] = acc.tile[(2 * half + step) % Accumulators::kSets];

@@ -70,6 +70,12 @@ __device__ __forceinline__ float load_from_l2(const float* from) {
   return value;
 }
 
+__device__ __forceinline__ int load_from_l2(const int* from) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ float2 load_from_l2(const float2* from) {
   float2 value;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"

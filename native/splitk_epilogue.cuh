@@ -86,16 +86,6 @@ struct Epilogue {
     return {pair.x + unpacked(more).x, pair.y + unpacked(more).y};
   }
 
-  __device__ __forceinline__ static void exchange(const Accumulators& acc,
-                                                  float2 (&pairs)[kPairsOfThread]) {
-    const bool odd = threadIdx.x / 4 % 2;
-#pragma unroll
-    for (int i = 0; i < kPairsOfThread; i++) {
-      const float2 own = acc.total(i);
-      const float other = __shfl_xor_sync(0xffffffff, odd ? own.x : own.y, 4);
-      pairs[i] = odd ? float2{other, own.y} : float2{own.x, other};
-    }
-  }
   __device__ __forceinline__ void scale(const Moments& moments,
                                         float2 (&pairs)[kPairsOfThread]) const {
 #pragma unroll

@@ -15,10 +15,6 @@ constexpr bool kMixes = MIXES;
 static_assert(!kMixes || !kPairs, "a stage's two groups are of one tier");
 static_assert(!kHasUnits || TILES <= 2 && !NORM, "units: at most 16 rows of X, and no norm");
 
-// With units, warps divide K. They exchange partial sums in shared memory: a part
-// of 16 rows of W for each warp, twice.
-constexpr int kSumsBytes = kHasUnits ? 2 * kConsumers * TILES * 16 : 0;
-
 enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
 // How a tier's row blocks are stored and which CTAs compute them. A group is the row blocks that a

@@ -1,0 +1,124 @@
+"""Launches of products with experts: pure functions of shapes, row blocks per tier and the card."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dakrun.formats import Split
+from dakrun.geometry import (
+    ATOM_BYTES,
+    ATOM_COLS,
+    MAX_GROUP_ROW_BLOCKS,
+    SPLITK_MAX_ROWS,
+    SPLITK_MAX_STAGES,
+    SPLITK_UNITS_MAX_ROWS,
+    SPLITK_X_TILES,
+    TILE_ROW_BLOCKS,
+    UNIT_COLS,
+    WARPGROUPS,
+    even_group,
+    unit_atoms,
+)
+from dakrun.hardware import Card
+from dakrun.launches.tiers import TierAccess
+from dakrun.units import ceil_div
+
+MAX_EXPERTS = 512  # of a layer
+STAGE_ATOMS = 4  # along K of a stage, at most: fewer for more rows of X
+STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have more
+X_PADDING = 16  # bytes of a row of X in a stage
+LIST_BYTES = 8  # of an expert in the list of those that were chosen
+ALIGN = 128  # bytes, of W and of X in a stage
+SPREAD = 2  # rows that an expert may have in one pass over its W, as a multiple of their mean
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """Launch of the grouped SplitK_GEMM. The result's bits depend on `x_tiles` alone.
+
+    An item has up to `x_tiles` tiles of 8 rows of X. Each tier has `tier_ctas` CTAs, and a window
+    of `windows` stages; local CTAs read the tiers without any. `ctas` includes idle ones. A stage
+    has up to `stage_row_blocks` row blocks times atoms.
+    """
+
+    ctas: int
+    x_tiles: int
+    stages: int
+    stage_row_blocks: int
+    shared_bytes: int
+    tier_ctas: tuple[int, ...]
+    windows: tuple[int, ...]
+
+
+def expert_splits(
+    row_blocks: Sequence[int], *, expert_row_blocks: int, top_k: int, card: Card
+) -> tuple[Split, ...]:
+    """How the `row_blocks` of each tier are stored: groups follow each other.
+
+    Groups divide those of an expert if there are such of half the largest size; a step of one row,
+    of `top_k` experts, is then as even as can be.
+    """
+    most = MAX_GROUP_ROW_BLOCKS
+    sizes = [g for g in range(most, most // 2 - 1, -1) if expert_row_blocks % g == 0] or [most]
+    chosen = top_k * expert_row_blocks
+    group = min(sizes, key=lambda g: g * ceil_div(ceil_div(chosen, g), card.sms))
+    return tuple(Split(count, 1, group, UNIT_COLS) for count in row_blocks)
+
+
+def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:
+    """Tiles of 8 rows of X of an item, for `rows` rows that choose `top_k` of `experts` each.
+
+    An expert has `rows` at most. One that has more than the tiles multiplies its W again, from L2.
+    """
+    most = SPLITK_UNITS_MAX_ROWS if unit_atoms(atom_bytes) > 1 else SPLITK_MAX_ROWS
+    wanted = min(most, rows, max(1, SPREAD * ceil_div(rows * top_k, experts)))
+    return next(tiles for tiles in SPLITK_X_TILES if 8 * tiles >= wanted)
+
+
+def grouped_config(
+    rows: int,
+    splits: Sequence[Split],
+    tiers: Sequence[TierAccess],
+    *,
+    experts: int,
+    top_k: int,
+    card: Card,
+    atom_bytes: int = ATOM_BYTES,
+) -> GroupedConfig:
+    """Choose the launch for `rows` rows of X and experts stored as `splits` in `tiers`."""
+    x_tiles = grouped_tiles(rows, experts=experts, top_k=top_k, atom_bytes=atom_bytes)
+    least = unit_atoms(atom_bytes)
+    x_atoms = max(least, STAGE_ATOMS // x_tiles)
+    atoms = x_atoms
+    while atoms > least and MAX_GROUP_ROW_BLOCKS * atoms * atom_bytes > STAGE_BYTES:
+        atoms //= 2
+    stage_row_blocks = MAX_GROUP_ROW_BLOCKS * atoms
+    w, x = stage_row_blocks * atom_bytes, 8 * x_tiles * (2 * ATOM_COLS * x_atoms + X_PADDING)
+    stage = _aligned(w) + _aligned(x)
+    # With units the warps exchange sums; without, they read whole tiles of row blocks.
+    sums = 2 * WARPGROUPS * 128 * 16 * x_tiles if least > 1 else 0
+    beside = sums + _aligned((experts + 1) * LIST_BYTES)
+    stages = min(SPLITK_MAX_STAGES, (card.ring_bytes - beside) // stage)
+    remote = [
+        0 if tier.mixed or not split.row_blocks else min(tier.sms or card.sms, split.row_blocks)
+        for split, tier in zip(splits[1:], tiers[1:], strict=True)
+    ]
+    local = max(1, card.sms - sum(remote))
+    tier_ctas = (local, *remote)
+    windows = []
+    for split, tier, own in zip(splits, tiers, tier_ctas, strict=True):
+        in_stage = atom_bytes * min(stage_row_blocks, split.group * x_atoms) * (own or local)
+        limit = stages if tier.window_bytes is None else tier.window_bytes // in_stage
+        windows.append(max(1, min(stages, limit)))
+    return GroupedConfig(
+        ctas=card.with_idle(sum(tier_ctas)),
+        x_tiles=x_tiles,
+        stages=stages,
+        stage_row_blocks=stage_row_blocks,
+        shared_bytes=beside + stages * stage,
+        tier_ctas=tier_ctas,
+        windows=tuple(windows),
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return ALIGN * ceil_div(nbytes, ALIGN)

@@ -1,0 +1,146 @@
+// Grouped SplitK_GEMM: products of few rows with the matrices of the experts that they chose, which
+// are stacked, expert after expert, in several memory tiers. With -DDOWN=0 it gates, with -DDOWN=1
+// it adds up the experts of each token:
+//
+//   y[pair] = silu(gate W x[token of the pair]) * (up W x[token of the pair])
+//   y[token] += sum over the token's pairs of weight of the pair * W x[pair]
+//
+//   grid: one CTA per SM; each tier has CTAs of its own
+//   each CTA:
+//     list the experts that any row chose, with their first pairs (native/route.cu writes `ends`)
+//     its items: the chosen experts' row blocks in its tier, one expert after the other, are divided
+//       evenly over the tier's CTAs; an item is up to 16 of them in one stored group, and up to
+//       8 * TILES rows of the expert
+//     W producer warp:  for each item, for each stage along K: wait for the congestion window and an
+//                       empty stage; copy W
+//     X producer warp:  wait for the predecessor kernel; for the same stages, copy the rows of X
+//     consumers, 8 warps of two row blocks each (with units: splitk_units.cuh):
+//       for each item:
+//         acc = 0; for each stage: acc += W X^T
+//         gate:  y = silu(gate) * up
+//         down:  store weight * acc; the last one to arrive of a token's experts adds them up
+//
+// No expert is read that no row chose, and nothing is known to the host. Sums along K and over
+// experts have an order of their own, so that no bit depends on tiers, CTAs or other rows.
+//
+// PDL: the gating launch waits for the router before anything else, and lets its successor start
+// after that. So the list is complete when the launch that adds up starts, which reads it, and W,
+// ahead of its own wait.
+
+#include "grouped_splitk_epilogue.cuh"
+#include "grouped_splitk_producer.cuh"
+#if CODE
+#include "units_multiply.cuh"
+#else
+#include "gemm_multiply.cuh"
+#endif
+
+__device__ __forceinline__ void wait_for(const Ring& ring, const RingPosition& stage) {
+  wait_barrier(ring.w_full[stage.stage], stage.parity);
+  wait_barrier(ring.x_full[stage.stage], stage.parity);
+}
+__device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
+  __syncwarp();
+  if (arrives_for_warp()) ptx::mbarrier_arrive(ring.empty[stage.stage]);
+  stage.advance(ring.stages);
+}
+
+__device__ __forceinline__ void store(const Outputs& outputs, const Accumulators& acc) {
+  if (kDown) {
+    outputs.add(acc);
+  } else {
+    outputs.store_gated(acc);
+  }
+}
+
+#if CODE
+// The consumers of units (units_multiply.cuh).
+__device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Ring& ring,
+                                        const Chosen& chosen, int own_tier) {
+  RingPosition stage;
+  for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
+    int first, count;
+    divide(at.row_blocks, first, count);
+    Sums sums[kWarpPairs] = {};
+    for (int unit = 0; unit < args.atoms / kUnitAtoms; unit += at.stage_atoms / kUnitAtoms) {
+      wait_for(ring, stage);
+      const int units = min(at.stage_atoms / kUnitAtoms, args.atoms / kUnitAtoms - unit);
+#pragma unroll 1
+      for (int i = (own_share() - unit) & (kShares - 1); i < units; i += kShares) {
+        const uint8_t* const w = smem + (ring.smem_w(stage.stage) - ptx::smem_address(smem)) +
+                                 (i * at.row_blocks + first) * kUnitBytes;
+        const uint32_t x = ring.smem_x(stage.stage) + i * kUnitAtoms * kAtomK * 2;
+        const bool last = unit + i + kShares >= args.atoms / kUnitAtoms;
+#pragma unroll
+        for (int j = 0; j < kWarpRowBlocks; j += kAtOnce) {
+          if (j < count)
+            multiply_some<kAtOnce, PaddedX>(count - j, w + j * kUnitBytes, x, last, sums + j / 2);
+        }
+      }
+      release(ring, stage);
+    }
+    const int share = own_share();
+    Accumulators acc;
+    reduce(sums, share, (count + 1) / 2, acc.tile[0]);
+    store({args, at.row_block + first + 2 * share, count - 2 * share, at.pair, at.pairs}, acc);
+  }
+}
+#else
+// The consumers of 16 bits: each warp has two of the row blocks.
+__device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Ring& ring,
+                                        const Chosen& chosen, int own_tier) {
+  const int warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
+  RingPosition stage;
+  for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
+    const int own = at.row_blocks - 2 * warp;
+    Accumulators acc;
+#pragma unroll 1
+    for (int left = args.atoms; left > 0; left -= at.stage_atoms) {
+      wait_for(ring, stage);
+      if (own > 0) {
+        multiply<PaddedX>(ring.smem_w(stage.stage) + warpgroup * kTileRowBlocks * kAtomBytes,
+                          at.row_blocks * kAtomBytes, ring.smem_x(stage.stage),
+                          min(left, at.stage_atoms), acc);
+      }
+      release(ring, stage);
+    }
+    if (own > 0) store({args, at.row_block + 2 * warp, own, at.pair, at.pairs}, acc);
+  }
+}
+#endif
+
+#if __CUDA_ARCH__ >= 1200  // the ring takes all of an SM's shared memory
+constexpr int kCtasOfSm = 1;
+#else
+constexpr int kCtasOfSm = 2;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
+    grouped_splitk(const __grid_constant__ GroupedSplitKArgs args) {
+  __shared__ uint64_t barriers[3 * kMaxStages];
+  __shared__ Chosen::Range ranges[kMaxTiers];
+  constexpr int kWProducer = kConsumers / 32;  // its warp; the next one is the X producer
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // uniform, for the compiler
+  const int own_tier = tier_of_cta(args);
+  const bool idle = args.order.number() >= args.tiers[args.tier_count].first_cta;
+  const Ring ring(args, barriers);
+  const Chosen chosen{Ring::list(), ranges};
+  if (threadIdx.x == kThreads - 1) ring.initialize();
+  // Only behind the router's end may a successor start that reads its list.
+  if (!kDown) ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+  if (idle) return fill_sm();
+  if (warp == kWProducer) chosen.list(args);
+  __syncthreads();
+
+  if (warp < kWProducer) {
+    ptx::wait_for_dependencies();
+    consume(args, ring, chosen, own_tier);
+  } else if (warp == kWProducer) {
+    produce_w(args, ring, chosen, own_tier);
+    ptx::wait_for_dependencies();
+  } else {
+    ptx::wait_for_dependencies();
+    produce_x(args, ring, chosen, own_tier);
+  }
+}

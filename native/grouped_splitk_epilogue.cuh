@@ -1,0 +1,94 @@
+// The epilogues of the grouped SplitK_GEMM: gates times ups, or the sum over a token's experts.
+#pragma once
+
+#include "grouped_splitk.cuh"
+
+constexpr int kPairsOfThread = 2 * TILES;  // of accumulators: exchange() says which
+
+// The outputs of a warp: two row blocks, `row_block` of the expert and the next one, of which
+// `row_blocks` exist, for the rows of X of an item.
+struct Outputs {
+  const GroupedSplitKArgs& args;
+  const int row_block, row_blocks;
+  const int pair, pairs;  // of the item
+
+  // silu(gate) * up: even rows of W are gates, odd rows ups.
+  __device__ __forceinline__ void store_gated(const Accumulators& acc) const {
+    float2 sums[kPairsOfThread];
+    exchange(acc, sums);
+    const int m = args.expert_row_blocks * kRowsPerBlock;
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      if (!exists(i)) continue;
+      const int64_t row = pair + x_row(i);
+      convert(args.y[row * (m / 2) + w_row(i) / 2], silu_mul(sums[i].x, sums[i].y));
+    }
+  }
+
+  // Stores products, times the weights of their experts. The warp that stores the last products of
+  // a token's 8 outputs adds all of them up, expert by expert, and adds them to y.
+  __device__ __forceinline__ void add(const Accumulators& acc) const {
+    float2 products[kPairsOfThread];
+    exchange(acc, products);
+    const int m = args.expert_row_blocks * kRowsPerBlock, leader = threadIdx.x % 8;
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      if (!exists(i)) continue;
+      const int64_t row = pair + x_row(i);
+      const float weight = args.weights[row];
+      *reinterpret_cast<float2*>(args.partials + row * m + w_row(i)) = {weight * products[i].x,
+                                                                        weight * products[i].y};
+    }
+    // Four lanes have the outputs of a token in a row block. One of them counts arrivals: their
+    // stores are ordered before its own. The last one resets the count.
+    __syncwarp();
+    int tokens[TILES], before[kPairsOfThread];
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      if (i % 2 == 0) tokens[i / 2] = exists(i) ? args.tokens[pair + x_row(i)] : 0;
+      before[i] = -1;
+      if (!exists(i) || threadIdx.x % 32 >= 8) continue;
+      int* const arrivals =
+          args.arrivals + static_cast<int64_t>(tokens[i / 2]) * args.expert_row_blocks +
+          row_block + i % 2;
+      before[i] = ptx::atomic_add_acq_rel(arrivals, 1);
+      if (before[i] == args.top_k - 1) *arrivals = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++)
+      before[i] = __shfl_sync(0xffffffff, before[i], leader);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      if (before[i] == args.top_k - 1) add_up(tokens[i / 2], w_row(i), m);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int w_row(int i) const {
+    return (row_block + i % 2) * kRowsPerBlock + threadIdx.x % 32 / 8 * 2;
+  }
+  // Counted in the item.
+  __device__ __forceinline__ int x_row(int i) const {
+    return i / 2 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
+  }
+  __device__ __forceinline__ bool exists(int i) const {
+    return i % 2 < row_blocks && x_row(i) < pairs;
+  }
+  // Adds the products of a token's experts to two of its outputs.
+  __device__ __forceinline__ void add_up(int token, int row, int m) const {
+    const int* const places = args.places + static_cast<int64_t>(token) * args.top_k;
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll 4
+    for (int i = 0; i < args.top_k; i++) {
+      // From L2: this SM's L1 knows nothing of the other CTAs' stores.
+      const float2 more = ptx::load_from_l2(reinterpret_cast<const float2*>(
+          args.partials + static_cast<int64_t>(places[i]) * m + row));
+      sum.x += more.x, sum.y += more.y;
+    }
+    uint32_t* const y =
+        reinterpret_cast<uint32_t*>(args.y + static_cast<int64_t>(token) * m + row);
+    const float2 residual = unpacked(*y);
+    *y = packed(residual.x + sum.x, residual.y + sum.y);
+  }
+};

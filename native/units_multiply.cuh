@@ -1,0 +1,175 @@
+// Products with a W of 4 or 8 bits for few rows of X, by mma: warps divide K, all eight or those of a
+// warpgroup, and then add their sums in pairs, (0 + 1) + (2 + 3) ...
+//
+// Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
+// and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
+// exactly, and scales are applied to the sums in float32.
+#pragma once
+
+#include "units.cuh"
+
+// For up to 8 rows of X all warps divide K, and each has all row blocks of the group: small groups
+// leave each warp enough products at a time. With more rows the sums of so many would take too many
+// registers: each warpgroup has half of the row blocks.
+constexpr bool kAllDivideK = TILES == 1;
+constexpr int kDividers = kAllDivideK ? kConsumers : kWarpgroup;  // threads that divide K
+constexpr int kShares = kDividers / 32;                            // of K
+constexpr int kWarpRowBlocks = (kAllDivideK ? kWarpgroups : 1) * kTileRowBlocks;  // at most
+constexpr int kWarpPairs = kWarpRowBlocks / 2;
+static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
+// A product waits for the one before it with the same sums: with one tile of X there are two sets.
+constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
+// With more rows of X, scaling the weights takes less than scaling sums, and no registers. Factors
+// of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
+constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
+constexpr int kAtOnce = 4;  // row blocks
+// Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
+constexpr int kLoadedSteps = (TILES == 1 ? 2 : 1) * kWordSteps;
+constexpr int kExchangeBarrier = 1;  // and 2: where warps that divide K exchange sums
+
+using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
+
+// acc += W X^T for a unit of each of `row_blocks` row blocks, the warp's last or not, and 128 columns
+// of X from shared address `x` on. Several pairs at once hide each other's latencies.
+template <int row_blocks, typename X>
+__device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x_address, bool last,
+                                         Sums* acc) {
+  constexpr int kPairs = (row_blocks + 1) / 2;
+  constexpr bool kWhole = GROUP > kAtomK;  // one scale for the unit
+  const int lane = opaque_lane();
+  X x(x_address, lane);
+  float2 sums[kPairs][kSets][2 * TILES] = {};
+  RowScales scales[row_blocks];
+  // acc += scales * sums
+  const auto add = [&](int step) {
+#pragma unroll
+    for (int i = 0; i < row_blocks; i++) {
+      const float scale = scales[i].scale(step);
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        const int number = 2 * tile + i % 2;
+        float2 sum = sums[i / 2][0][number];
+        if (kSets == 2) {
+          const float2 more = sums[i / 2][kSets - 1][number];
+          sum.x += more.x, sum.y += more.y;
+        }
+        acc[i / 2][number].x += scale * sum.x, acc[i / 2][number].y += scale * sum.y;
+      }
+    }
+  };
+#pragma unroll 1  // takes fewer registers
+  for (int atom = 0; atom < kUnitAtoms; atom++, x.next_atom()) {
+    Codes<kLoadedSteps> codes[row_blocks];
+#pragma unroll
+    for (int i = 0; i < row_blocks; i++)
+      scales[i].load(w + i * kUnitBytes, atom, lane / 4);
+    uint32_t b[TILES][4];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      const int set = step % kSets, in_group = step * 16 % GROUP;
+#pragma unroll
+      for (int i = 0; i < row_blocks && step % kLoadedSteps == 0; i++)
+        codes[i].load(w + i * kUnitBytes, atom, step, lane);
+      if (step % 2 == 0) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+          ptx::ldmatrix_x4(b[tile], x.chunk(tile, step / 2));
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; pair++) {
+        const int top = 2 * pair, bottom = top + 1;
+        uint32_t of_top[2], of_bottom[2] = {};
+        codes[top].expand(step, scales[top], of_top);
+        if (bottom < row_blocks) codes[bottom].expand(step, scales[bottom], of_bottom);
+#pragma unroll
+        for (int i = 0; i < 2 && kScalesWeights; i++) {
+          of_top[i] = ptx::mul(of_top[i], scales[top].scale_pair(step), Element());
+          if (bottom < row_blocks)
+            of_bottom[i] = ptx::mul(of_bottom[i], scales[bottom].scale_pair(step), Element());
+        }
+        const uint32_t a[4] = {of_top[0], of_bottom[0], of_top[1], of_bottom[1]};
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+          float2* const of = (kScalesWeights ? acc[pair] : sums[pair][set]) + 2 * tile;
+          if (!kScalesWeights && !kWhole && in_group < kSets * 16) of[0] = of[1] = {0.0f, 0.0f};
+          ptx::mma(of[0], of[1], a, b[tile][step % 2 * 2], b[tile][step % 2 * 2 + 1], Element());
+        }
+      }
+      if (!kScalesWeights && !kWhole && (step + 1) * 16 % GROUP == 0) add(step);
+    }
+  }
+  if (!kScalesWeights && kWhole) add(0);
+  if (kScalesWeights && SCALE_BYTES == 1 && last) {
+#pragma unroll
+    for (int i = 0; i < row_blocks; i++) {
+      const float factor = factor_of(w + i * kUnitBytes, lane / 4);
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        float2& sum = acc[i / 2][2 * tile + i % 2];
+        sum.x *= factor, sum.y *= factor;
+      }
+    }
+  }
+}
+
+// The same for up to `most` row blocks, of which there are `count`.
+template <int most, typename X = SwizzledX>
+__device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint32_t x, bool last,
+                                              Sums* acc) {
+  if (count >= most) {
+    multiply<most, X>(w, x, last, acc);
+  } else if constexpr (most > 1) {
+    multiply_some<most - 1, X>(count, w, x, last, acc);
+  }
+}
+
+// The sums of the warps that divide K for pair `share` of their `count`, two pairs at a time;
+// sums[i] are the warp's own for pair i.
+__device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share, int count,
+                                       Sums& total) {
+  const int number = ptx::opaque<uint32_t>(threadIdx.x) / kDividers;
+  constexpr int kPart = 32 * TILES;  // of a warp, for a pair
+  float4* const parts = reinterpret_cast<float4*>(smem) + number * 2 * kShares * kPart +
+                        threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kWarpPairs; first += 2) {
+    if (first >= count) break;
+    // The parts before have been read.
+    ptx::named_barrier_sync(kExchangeBarrier + number, kDividers);
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+      const Sums& of = sums[first + i / TILES];
+      const float2 top = of[i % TILES * 2], bottom = of[i % TILES * 2 + 1];
+      parts[share * 2 * kPart + 32 * i] = {top.x, top.y, bottom.x, bottom.y};
+    }
+    ptx::named_barrier_sync(kExchangeBarrier + number, kDividers);
+    if (share / 2 != first / 2) continue;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      float4 of[kShares];
+#pragma unroll
+      for (int from = 0; from < kShares; from++)
+        of[from] = parts[(2 * from + share % 2) * kPart + 32 * i];
+#pragma unroll
+      for (int distance = 1; distance < kShares; distance *= 2) {
+#pragma unroll
+        for (int to = 0; to < kShares; to += 2 * distance) {
+          const float4 more = of[to + distance];
+          of[to].x += more.x, of[to].y += more.y, of[to].z += more.z, of[to].w += more.w;
+        }
+      }
+      total[2 * i] = {of[0].x, of[0].y}, total[2 * i + 1] = {of[0].z, of[0].w};
+    }
+  }
+}
+
+// The warp's share of K, and its row blocks of a group. Opaque: computed anew where they are used,
+// they occupy no registers during the products.
+__device__ __forceinline__ int own_share() {
+  return ptx::opaque<uint32_t>(threadIdx.x) / 32 % kShares;
+}
+__device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
+  const int most = kAllDivideK ? row_blocks : (row_blocks + 1) / 2;
+  first = ptx::opaque<uint32_t>(threadIdx.x) / kDividers * most;
+  count = min(most, row_blocks - first);
+}
