@@ -1,5 +1,6 @@
 """Experts: the router's choice, products over tiers, checkpoints, and what they cost."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -338,21 +339,25 @@ def test_plan_prints_what_a_step_reads() -> None:
     options = ["plan", "--model", "qwen3-30b-a3b", "--profile", "h100-sxm", "--batch-size", "8"]
     text = " ".join(CliRunner().invoke(main, options).output.split())
     assert "128 in a layer, 8 for a token; a step of 8 rows is expected to read 51.6" in text
-    assert "21.78 GiB of 54.00 GiB" in text and "dakrun has no kernels for experts yet" in text
+    assert "21.78 GiB of 54.00 GiB" in text
     found = json.loads(CliRunner().invoke(main, [*options, "--json"]).stdout)
     assert found["model"]["experts"]["read_share"] == pytest.approx(0.40328, rel=1e-4)
-    assert "no kernels for experts" in found["profile"]["why_no_kernels"]
+    assert found["profile"]["why_no_kernels"] is None
 
 
-def test_a_gpu_runs_experts_in_plain_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_says_which_experts_it_runs_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     card = properties("9.0", 228)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     model = known_model("qwen3-30b-a3b")
     assert model is not None
     work = Workload(batch_size=8, prompt_len=64, new_tokens=32, max_model_len=128)
     plan = make_plan(model, work, load_profile("h100-sxm"), Policy())
+    assert why_plain_torch(plan, torch.device("cuda", 0)) is None
+    routing = dataclasses.replace(model.mixture.routing, experts=1024)
+    many = dataclasses.replace(model, mixture=dataclasses.replace(model.mixture, routing=routing))
+    plan = make_plan(many, work, load_profile("h100-sxm"), Policy())
     why = why_plain_torch(plan, torch.device("cuda", 0))
-    assert why == "there are no kernels for qwen3-30b-a3b's experts"
+    assert why == "there are no kernels for qwen3-30b-a3b's dtype or shapes"
 
 
 RAW = {

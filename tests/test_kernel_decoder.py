@@ -234,7 +234,8 @@ def test_prompts_and_steps(
         for variant in variants(
             torch.float16, SPLITK_ROWS, card, head_dim=config.head_dim,
             group=config.num_heads // config.num_kv_heads, mixes=mixes,
-            head_norms=path.name.startswith("qwen3"),
+            head_norms=path.name.startswith(("qwen3", "glm4")),
+            routing=config.mixture.routing if config.mixture else None,
         )
     ]  # fmt: skip
     assert launched and all(variant in ahead for variant in launched)

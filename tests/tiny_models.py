@@ -159,7 +159,39 @@ def kernel_models(
             original_max_position_embeddings=positions,
             **(llama | sizes["llama_gqa"] | {"max_position_embeddings": 4 * positions}),
         ),
+        **{name: _mixture(name, llama | sizes["llama_gqa"]) for name in MIXTURES},
     }
+
+
+MIXTURES = ("mixtral", "qwen3-moe", "olmoe", "glm4-moe")
+
+
+def _mixture(name: str, common: dict[str, Any]) -> PreTrainedConfig:
+    """A mixture on the kernels, with `common` values; an expert has 72 rows."""
+    moe = {"num_experts_per_tok": 3, "moe_intermediate_size": 72}
+    small = common | {"intermediate_size": 72}
+    match name:
+        case "mixtral":
+            config = MixtralConfig(num_local_experts=6, num_experts_per_tok=2, **small)
+        case "qwen3-moe":
+            config = Qwen3MoeConfig(
+                head_dim=64,
+                num_experts=9,
+                norm_topk_prob=True,
+                mlp_only_layers=[1],
+                **moe,
+                **common,
+            )
+        case "olmoe":
+            config = OlmoeConfig(num_experts=8, num_experts_per_tok=3, **small)
+        case _:
+            config = Glm4MoeConfig(
+                head_dim=64, n_routed_experts=12, n_shared_experts=2, n_group=4, topk_group=2,
+                routed_scaling_factor=2.5, attention_bias=True, use_qk_norm=True,
+                first_k_dense_replace=1, **moe, **common,
+            )  # fmt: skip
+    config._experts_implementation = "eager"  # others need rows of a multiple of 16 bytes
+    return config
 
 
 def save_half(config: PreTrainedConfig, directory: Path) -> Path:

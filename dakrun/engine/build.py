@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from dakrun.config import ModelConfig
 from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
@@ -20,6 +21,7 @@ from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import Card, HardwareProfile
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.attention import KVShape
+from dakrun.kernels.experts.route import can_route
 from dakrun.kernels.runtime import architecture, card_of, compiling, has_kernels
 from dakrun.launches import TierAccess
 from dakrun.memory.tiers import Tier
@@ -43,7 +45,15 @@ def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
     """Whether `device` has kernels for all ops of the plan's model."""
     model = plan.model
     fits = can_pack(plan) and model.kv_layout.has_kernels(model.num_heads)
-    return fits and model.mixture is None and has_kernels(device)
+    return fits and _experts_fit(model) and has_kernels(device)
+
+
+def _experts_fit(model: ModelConfig) -> bool:
+    """Whether kernels choose the experts of a mixture and multiply by them."""
+    if (mixture := model.mixture) is None:
+        return True
+    whole = mixture.ffn_size % ROWS_PER_BLOCK == 0 and model.hidden_size % ROWS_PER_BLOCK == 0
+    return whole and can_route(mixture.routing)
 
 
 def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
@@ -52,8 +62,7 @@ def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
         return None
     if not has_kernels(device):
         return f"{torch.cuda.get_device_name(device)} lacks what the kernels need (dakrun doctor)"
-    lacking = "experts" if plan.model.mixture else "dtype or shapes"
-    return f"there are no kernels for {plan.model.name}'s {lacking}"
+    return f"there are no kernels for {plan.model.name}'s dtype or shapes"
 
 
 def build_runner(
@@ -128,7 +137,7 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
         spills=plan.kv_spill_blocks > 0,
         head_norms=any(attention.norms for attention in decoder_of(model).attentions),
-        formats=formats,
+        routing=model.mixture.routing if model.mixture else None, formats=formats,
     )  # fmt: skip
 
 

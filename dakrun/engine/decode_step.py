@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from dakrun.kernels.runtime import card_of
 from dakrun.launches import TierAccess
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attend
+from dakrun.models.experts import Experts
 from dakrun.models.modules import Attention, Embedding, Linear
 
 LOG_STEPS = 8  # newest tokens of a slot in the log for the CPU; more than the steps that run ahead
@@ -195,7 +197,7 @@ class _Recorder:
 
     def __init__(self, backend: KernelBackend) -> None:
         self._backend = backend
-        self.begin, self.end = backend.begin, backend.end
+        self.begin, self.end, self.route = backend.begin, backend.end, backend.route
         self.launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
 
     def embed(
@@ -205,6 +207,9 @@ class _Recorder:
 
     def linear(self, linear: Linear, *operands: torch.Tensor | None) -> torch.Tensor:
         return self._launch(linear.op, self._backend.linear, linear, *operands)
+
+    def experts(self, experts: Experts, *operands: Any) -> torch.Tensor:
+        return self._launch(experts.op, self._backend.experts, experts, *operands)
 
     def recorded(self, attend: Attend) -> Attend:
         return lambda attention, qkv: self._launch(attention.op, attend, attention, qkv)

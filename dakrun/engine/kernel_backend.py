@@ -14,11 +14,13 @@ import torch
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
+from dakrun.kernels.experts.dispatch import Choices, ExpertProducts
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import card_of
 from dakrun.launches import By, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
+from dakrun.models.experts import Experts, Router
 from dakrun.models.functional import rope_table
 from dakrun.models.modules import Attention, Embedding, Linear, Norm, Operand
 from dakrun.weights.loading import Weights
@@ -50,9 +52,14 @@ class KernelBackend:
             for module in model.modules()
             if isinstance(module, Linear) and module is not model.embedding.project
         ]
-        self._following = {a.name: b.name for a, b in itertools.pairwise(self.order)}
+        used = [m for m in model.matrices() if m in self.order or isinstance(m, Experts)]
+        self._following = {
+            a.name: b.name for a, b in itertools.pairwise(used) if isinstance(b, Linear)
+        }
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
+        self._experts: ExpertProducts | None = None  # of passes for which buffers are kept
+        self._passing: ExpertProducts | None = None  # of this pass
         self._kept: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._pdl = False  # whether the next product may launch with PDL
@@ -73,6 +80,7 @@ class KernelBackend:
         """
         found = self._staged_by(staging)
         found._kept = self._allocate(rows, logits=logits)
+        found._experts = found._expert_products(rows)
         return found
 
     def unstaged(self) -> "KernelBackend":
@@ -121,6 +129,7 @@ class KernelBackend:
         """Hidden states [n, H] of tokens int32 [n]; idle rows have negative positions int32 [n]."""
         n, table = len(tokens), self.matrices[embedding.table.name]
         learned, offset = self._vector(embedding.positions), embedding.offset
+        self._positions = positions
         self._pdl = False
         if embedding.project:
             words = self.like.new_empty(n, table.shape[1])
@@ -167,6 +176,36 @@ class KernelBackend:
             self._normalize(linear.post_norm, out, out, pad_grid=not self.one_cta_per_sm(len(x)))
         return out
 
+    def route(self, router: Router, norm: Norm, x: torch.Tensor) -> tuple[torch.Tensor, Choices]:
+        """norm(x) [n, H] of x [n, H], and the experts chosen for each of its rows; idle rows: none.
+
+        The norm is a launch of its own, since router and experts read the same rows.
+        """
+        products = self._experts if self._buffers is self._kept else None
+        self._passing = products or self._expert_products(len(x))
+        assert self._passing, "a mixture's layer"
+        x = self._normalize(norm, x, torch.empty_like(x), pad_grid=True)
+        weight, bias = self._vectors[router.weight.name], self._vector(router.bias)
+        return x, self._passing.route(x, weight, bias, self._positions)
+
+    def experts(
+        self,
+        experts: Experts,
+        x: torch.Tensor,
+        chosen: Choices,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`experts` of x by the choices of `route`: gated rows [n k, M / 2], or [n, H].
+
+        The result overwrites `residual`.
+        """
+        assert self._passing, "after route"
+        self._pdl = True
+        operands = self._operands[experts.name]
+        if residual is None:
+            return self._passing.gate_up(x, chosen, *operands)
+        return self._passing.down(x, chosen, *operands, residual)
+
     def head_norms(self, attention: Attention) -> HeadNorms | None:
         """The norms of query and key heads, if there are any."""
         if not attention.norms:
@@ -195,6 +234,15 @@ class KernelBackend:
         if logits:
             widths[self.model.head.op] = self.model.head.width
         return {op: self.like.new_empty(n, width) for op, width in widths.items()}
+
+    def _expert_products(self, rows: int) -> ExpertProducts | None:
+        """Products with experts of a pass of `rows` tokens, if the model has experts."""
+        config = self.model.config
+        if not config.mixture:
+            return None
+        routing, ffn = config.mixture.routing, config.mixture.ffn_size
+        card = card_of(self.like.device)
+        return ExpertProducts(rows, routing, config.hidden_size, ffn, self.like, card)
 
     def _out(self, linear: Linear, n: int) -> torch.Tensor:
         if linear.op in self._buffers:

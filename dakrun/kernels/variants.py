@@ -10,6 +10,7 @@ from importlib import import_module
 
 import torch
 
+from dakrun.config import Routing
 from dakrun.formats import KERNEL_FORMATS, PACKED16, WeightFormat
 from dakrun.geometry import HEAD_DIMS, SPLITK_MAX_ROWS
 from dakrun.hardware import Card
@@ -27,6 +28,7 @@ def variants(
     mixes: bool = False,
     spills: bool = False,
     head_norms: bool = False,
+    routing: Routing | None = None,
     formats: Iterable[WeightFormat] = (PACKED16,),
 ) -> list[Variant]:
     """Variants for a model with `head_dim` and `group` query heads per KV head, on `card`.
@@ -37,7 +39,7 @@ def variants(
     return needed(
         Needs(
             dtype=dtype, rows=tuple(rows), card=card, head_dim=head_dim, group=group, mixes=mixes,
-            spills=spills, head_norms=head_norms, formats=tuple(formats),
+            spills=spills, head_norms=head_norms, routing=routing, formats=tuple(formats),
         )
     )  # fmt: skip
 

@@ -3,13 +3,16 @@
 Pure functions of shapes, row blocks per tier and the card (hardware.Card). The kernels' wrappers
 call them to launch, the planner to know what will be launched. choice.py chooses the kernel,
 splitk.py the launch of SplitK_GEMM, tiled.py the launches of the tiled GEMM, from the shapes of
-tiled_shapes.py, experts.py those of products with experts. tiers.py says how tiers are read. Imports no torch and needs no GPU.
+tiled_shapes.py, experts.py those of products with experts. tiers.py says how tiers are read.
+Imports no torch and needs no GPU.
 """
 
 from dakrun.launches.choice import By, few_rows, kernel_for, splitk_rows, tiled_rows
 from dakrun.launches.experts import (
+    EXPERT_CHUNK_ROWS,
     MAX_EXPERTS,
     GroupedConfig,
+    expert_chunks,
     expert_splits,
     grouped_config,
     grouped_tiles,
@@ -41,6 +44,7 @@ from dakrun.launches.tiled_shapes import (
 )
 
 __all__ = [
+    "EXPERT_CHUNK_ROWS",
     "MAX_EXPERTS",
     "MAX_OUTPUT_BLOCKS",
     "OUTPUT_BLOCK_BYTES",
@@ -57,6 +61,7 @@ __all__ = [
     "TiledConfig",
     "beside",
     "can_mix",
+    "expert_chunks",
     "expert_splits",
     "few_rows",
     "gemm_config",

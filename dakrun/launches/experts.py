@@ -12,10 +12,8 @@ from dakrun.geometry import (
     SPLITK_MAX_STAGES,
     SPLITK_UNITS_MAX_ROWS,
     SPLITK_X_TILES,
-    TILE_ROW_BLOCKS,
     UNIT_COLS,
     WARPGROUPS,
-    even_group,
     unit_atoms,
 )
 from dakrun.hardware import Card
@@ -28,6 +26,7 @@ STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
 ALIGN = 128  # bytes, of W and of X in a stage
+EXPERT_CHUNK_ROWS = 256  # of X in one launch: partial sums of all of them have to have room
 SPREAD = 2  # rows that an expert may have in one pass over its W, as a multiple of their mean
 
 
@@ -62,6 +61,12 @@ def expert_splits(
     chosen = top_k * expert_row_blocks
     group = min(sizes, key=lambda g: g * ceil_div(ceil_div(chosen, g), card.sms))
     return tuple(Split(count, 1, group, UNIT_COLS) for count in row_blocks)
+
+
+def expert_chunks(rows: int) -> list[slice]:
+    """The rows of X that launches of products with experts take in turns, of `rows` in all."""
+    step = EXPERT_CHUNK_ROWS
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:

@@ -165,11 +165,6 @@ class Plan:
     @property
     def why_no_kernels(self) -> str | None:
         """A sentence if its card has no kernels for the model, which plans assume; else None."""
-        if self.model.mixture and self.profile.device == "cuda":
-            return (
-                "dakrun has no kernels for experts yet: generate runs plain torch, slower than "
-                "predicted"
-            )
         return why_no_kernels(self.profile)
 
     @property

@@ -14,14 +14,16 @@ from typing import Protocol
 
 import torch
 
-from dakrun.formats import QuantisedRows
+from dakrun.formats import QuantisedRows, Split, WeightFormat
 from dakrun.formats.quantised_rows import dense
+from dakrun.geometry import ROWS_PER_BLOCK
 from dakrun.hardware import Card
 from dakrun.interrupt import Workers
-from dakrun.launches import TierAccess, split_row_blocks
+from dakrun.launches import TierAccess, expert_splits, split_row_blocks
 from dakrun.memory.matrix import PIECE_ELEMENTS, TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import Tier, aligned
 from dakrun.models.decoder import Decoder
+from dakrun.models.experts import Experts
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Matrix, Norm, Request, Source
 from dakrun.plan import Plan
@@ -131,14 +133,23 @@ def _allocate(
         places[op.name] += 1
         stored = op.stored(packed=packing is not None)
         if packing is not None:
-            counts = [count for _, count in placement]
-            splits = split_row_blocks(
-                counts, packing.accesses[op.name], card=packing.card, atom_bytes=stored.atom_bytes
-            )
+            splits = _splits(matrix, [count for _, count in placement], stored, packing)
         matrices[matrix.name] = TieredMatrix.empty(
             matrix.shape, dtype, stored, placement, tiers, splits
         )
     return matrices
+
+
+def _splits(
+    matrix: Matrix, counts: Sequence[int], stored: WeightFormat, packing: Packing
+) -> tuple[Split, ...]:
+    """How `counts` of row blocks by tier are stored for the kernels that read `matrix`."""
+    if isinstance(matrix, Experts):
+        height = matrix.expert_rows // ROWS_PER_BLOCK
+        top_k = matrix.routing.top_k
+        return expert_splits(counts, expert_row_blocks=height, top_k=top_k, card=packing.card)
+    accesses = packing.accesses[matrix.op]
+    return split_row_blocks(counts, accesses, card=packing.card, atom_bytes=stored.atom_bytes)
 
 
 def _resident(

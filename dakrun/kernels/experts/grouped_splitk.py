@@ -5,18 +5,25 @@ plain torch.
 """
 
 import ctypes
-import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from dakrun.formats import WeightFormat
 from dakrun.geometry import MAX_TIERS, ROWS_PER_BLOCK, SPLITK_THREADS, SPLITK_X_TILES
 from dakrun.kernels.experts.route import Routed
 from dakrun.kernels.gemm.packed_matrix import addresses, atom_count
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder, ints, pointers
-from dakrun.launches import MAX_EXPERTS, GroupedConfig, splitk_rows
+from dakrun.launches import (
+    EXPERT_CHUNK_ROWS,
+    MAX_EXPERTS,
+    GroupedConfig,
+    grouped_tiles,
+    splitk_rows,
+)
 from dakrun.memory.matrix import TieredMatrix
 
 SOURCE = "grouped_splitk.cu"
@@ -180,11 +187,22 @@ def defines(dtype: torch.dtype, x_tiles: int, *, down: bool) -> Macros:
 
 @compiled_ahead(SOURCE, seconds=4)
 def _variants(needs: Needs) -> list[Macros]:
-    if not needs.every:
-        return []
+    """Of the models' tiles for any number of rows up to a chunk's."""
     return [
         {**defines(needs.dtype, x_tiles, down=adds), **stored.macros}
         for stored in needs.formats
-        for x_tiles, adds in itertools.product(SPLITK_X_TILES, (False, True))
-        if 8 * x_tiles <= splitk_rows(stored.atom_bytes)
+        for x_tiles in _tiles(needs, stored)
+        for adds in (False, True)
     ]
+
+
+def _tiles(needs: Needs, stored: WeightFormat) -> list[int]:
+    """Tiles of X that launches have."""
+    if needs.every:
+        return [tiles for tiles in SPLITK_X_TILES if 8 * tiles <= splitk_rows(stored.atom_bytes)]
+    if (of := needs.routing) is None:
+        return []
+    chosen = partial(
+        grouped_tiles, experts=of.experts, top_k=of.top_k, atom_bytes=stored.atom_bytes
+    )
+    return sorted({chosen(rows) for rows in range(1, EXPERT_CHUNK_ROWS + 1)}, reverse=True)

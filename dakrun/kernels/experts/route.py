@@ -12,11 +12,12 @@ from dakrun.config import Routing
 from dakrun.geometry import CHUNK
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
+from dakrun.launches import MAX_EXPERTS
 from dakrun.units import ceil_div
 
 SOURCE = "route.cu"
 WARPS, TILE_ROWS = 8, 32  # of a CTA, which computes logits of one expert a warp
-MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS = 512, 32, 32
+MAX_CHOSEN, MAX_GROUPS = 32, 32
 
 
 class _Args(ctypes.Structure):
@@ -65,6 +66,14 @@ class Routed:
         )
 
 
+def can_route(routing: Routing) -> bool:
+    """Whether the kernel chooses experts by `routing`."""
+    sizes = routing.experts, routing.top_k, routing.groups
+    return all(
+        n <= most for n, most in zip(sizes, (MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS), strict=True)
+    )
+
+
 def defines(dtype: torch.dtype) -> dict[str, int]:
     """Macros of the variant for rows of `dtype`."""
     sizes = {"ROUTE_WARPS": WARPS, "ROUTE_TILE_ROWS": TILE_ROWS, "ROUTE_MAX_EXPERTS": MAX_EXPERTS}
@@ -95,7 +104,7 @@ def route(
             f"expected x as [N, H] in 16 bits with H a multiple of {CHUNK}, got {list(x.shape)} "
             f"of {x.dtype}"
         )
-    if routing.experts > MAX_EXPERTS or routing.top_k > MAX_CHOSEN or routing.groups > MAX_GROUPS:
+    if not can_route(routing):
         raise ValueError(
             f"expected up to {MAX_EXPERTS} experts, {MAX_CHOSEN} a row, {MAX_GROUPS} groups"
         )
@@ -142,4 +151,4 @@ def route(
 
 @compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
-    return [defines(needs.dtype)] if needs.every else []
+    return [defines(needs.dtype)] if needs.every or needs.routing else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dakrun.config import Routing
 from dakrun.formats import PACKED16, WeightFormat
 from dakrun.hardware import Card
 
@@ -22,7 +23,8 @@ class Needs:
     Products of few rows of X have any of the numbers `rows`; with `mixes` some of their weights
     have mixed tiers. Weights have any of `formats`. Attention has heads of `head_dim` and `group`
     query heads per KV head; with `spills` its slots may spill, with `head_norms` it normalizes
-    query and key heads. `every` asks for variants that no model needs, too.
+    query and key heads. A mixture's experts are chosen by `routing`. `every` asks for variants that
+    no model needs, too.
     """
 
     dtype: torch.dtype
@@ -33,6 +35,7 @@ class Needs:
     mixes: bool = False
     spills: bool = False
     head_norms: bool = False
+    routing: Routing | None = None
     every: bool = False
     formats: Sequence[WeightFormat] = (PACKED16,)
 
