@@ -30,6 +30,7 @@
 #include "grouped_splitk_epilogue.cuh"
 #include "grouped_splitk_producer.cuh"
 #if CODE
+constexpr bool kFewRegisters = true;  // items of a list take some
 #include "units_multiply.cuh"
 #else
 #include "gemm_multiply.cuh"

@@ -12,6 +12,8 @@
 #include "splitk_epilogue.cuh"
 #include "splitk_ring.cuh"
 #include "splitk_scheduler.cuh"
+
+constexpr bool kFewRegisters = false;
 #include "units_multiply.cuh"
 
 // Every warp waits for every stage and releases it: a barrier only tells of the last copy into its

@@ -3,7 +3,8 @@
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
-// exactly, and scales are applied to the sums in float32.
+// exactly, and scales are applied to the sums in float32. Who includes this file says whether
+// registers are few (kFewRegisters).
 #pragma once
 
 #include "units.cuh"
@@ -11,7 +12,7 @@
 // For up to 8 rows of X all warps divide K, and each has all row blocks of the group: small groups
 // leave each warp enough products at a time. With more rows the sums of so many would take too many
 // registers: each warpgroup has half of the row blocks.
-constexpr bool kAllDivideK = TILES == 1;
+constexpr bool kAllDivideK = TILES == 1 && !kFewRegisters;
 constexpr int kDividers = kAllDivideK ? kConsumers : kWarpgroup;  // threads that divide K
 constexpr int kShares = kDividers / 32;                            // of K
 constexpr int kWarpRowBlocks = (kAllDivideK ? kWarpgroups : 1) * kTileRowBlocks;  // at most
@@ -22,9 +23,11 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 // With more rows of X, scaling the weights takes less than scaling sums, and no registers. Factors
 // of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
-constexpr int kAtOnce = 4;  // row blocks
+constexpr int kAtOnce = TILES == 1 || !kFewRegisters ? 4 : 2;  // row blocks
 // Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
-constexpr int kLoadedSteps = (TILES == 1 ? 2 : 1) * kWordSteps;
+constexpr int kLoadedSteps = !kFewRegisters                     ? (TILES == 1 ? 2 : 1) * kWordSteps
+                             : TILES == 1 || kCodeBits == 4 ? 4
+                                                            : 1;
 constexpr int kExchangeBarrier = 1;  // and 2: where warps that divide K exchange sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
