@@ -5,7 +5,7 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
