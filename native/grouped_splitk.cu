@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
         const uint32_t x = ring.smem_x(stage.stage) + i * kUnitAtoms * kAtomK * 2;
         const bool last = unit + i + kShares >= args.atoms / kUnitAtoms;
 #pragma unroll
-        for (int j = 0; j < kWarpRowBlocks; j += kAtOnce) {
+        for (int j = 0; j < kTileRowBlocks; j += kAtOnce) {
           if (j < count)
             multiply_some<kAtOnce, PaddedX>(count - j, w + j * kUnitBytes, x, last, sums + j / 2);
         }

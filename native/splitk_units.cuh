@@ -1,8 +1,8 @@
 // The consumers of SplitK_GEMM for a W of 4 or 8 bits: all 8 warps multiply each group with mma.
 //
-//   each warp has a share of K, of all row blocks of the group or of its warpgroup's half of them:
+//   each warpgroup has half of the group's row blocks, each of its four warps a quarter of K:
 //     for each stage: wait for it
-//       if it has a unit of the warp's share, which is every eighth one or every fourth one:
+//       if it has a unit of the warp's quarter, which is every fourth one:
 //         for each pair of row blocks:
 //           for each group of columns: sums = W X^T; acc += scales * sums
 //       release it
@@ -56,7 +56,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       const uint32_t w = ring.smem_w(stage.stage) + (unit * row_blocks + first) * kUnitBytes;
       const uint32_t x = ring.smem_x(stage.stage) + unit * kUnitAtoms * kXAtomBytes;
 #pragma unroll
-      for (int i = 0; i < kWarpRowBlocks; i += kAtOnce) {
+      for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
         if (i < count)
           multiply_some<kAtOnce>(count - i, smem + (w - ptx::smem_address(smem)) + i * kUnitBytes, x,
                                  own + kShares * kUnitCols >= args.k, sums + i / 2);

@@ -1,5 +1,5 @@
-// Products with a W of 4 or 8 bits for few rows of X, by mma: warps divide K, all eight or those of a
-// warpgroup, and then add their sums in pairs, (0 + 1) + (2 + 3) ...
+// Products with a W of 4 or 8 bits for few rows of X, by mma: the warps of a warpgroup divide K, and
+// then add their sums, (0 + 1) + (2 + 3).
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
@@ -9,14 +9,8 @@
 
 #include "units.cuh"
 
-// For up to 8 rows of X all warps divide K, and each has all row blocks of the group: small groups
-// leave each warp enough products at a time. With more rows the sums of so many would take too many
-// registers: each warpgroup has half of the row blocks.
-constexpr bool kAllDivideK = TILES == 1 && !kFewRegisters;
-constexpr int kDividers = kAllDivideK ? kConsumers : kWarpgroup;  // threads that divide K
-constexpr int kShares = kDividers / 32;                            // of K
-constexpr int kWarpRowBlocks = (kAllDivideK ? kWarpgroups : 1) * kTileRowBlocks;  // at most
-constexpr int kWarpPairs = kWarpRowBlocks / 2;
+constexpr int kShares = kWarpgroup / 32;        // of K
+constexpr int kWarpPairs = kTileRowBlocks / 2;  // pairs of row blocks of a warp, at most
 static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
 // A product waits for the one before it with the same sums: with one tile of X there are two sets.
 constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
@@ -25,10 +19,8 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
 constexpr int kAtOnce = TILES == 1 || !kFewRegisters ? 4 : 2;  // row blocks
 // Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
-constexpr int kLoadedSteps = !kFewRegisters                     ? (TILES == 1 ? 2 : 1) * kWordSteps
-                             : TILES == 1 || kCodeBits == 4 ? 4
-                                                            : 1;
-constexpr int kExchangeBarrier = 1;  // and 2: where warps that divide K exchange sums
+constexpr int kLoadedSteps = TILES == 1 || kFewRegisters && kCodeBits == 4 ? 4 : kWordSteps;
+constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
 
@@ -126,26 +118,26 @@ __device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint3
   }
 }
 
-// The sums of the warps that divide K for pair `share` of their `count`, two pairs at a time;
+// The sums of the four warps for pair `share` of their `count`, two pairs at a time;
 // sums[i] are the warp's own for pair i.
 __device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share, int count,
                                        Sums& total) {
-  const int number = ptx::opaque<uint32_t>(threadIdx.x) / kDividers;
+  const int warpgroup = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
   constexpr int kPart = 32 * TILES;  // of a warp, for a pair
-  float4* const parts = reinterpret_cast<float4*>(smem) + number * 2 * kShares * kPart +
+  float4* const parts = reinterpret_cast<float4*>(smem) + warpgroup * 2 * kShares * kPart +
                         threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < kWarpPairs; first += 2) {
     if (first >= count) break;
     // The parts before have been read.
-    ptx::named_barrier_sync(kExchangeBarrier + number, kDividers);
+    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
       const Sums& of = sums[first + i / TILES];
       const float2 top = of[i % TILES * 2], bottom = of[i % TILES * 2 + 1];
       parts[share * 2 * kPart + 32 * i] = {top.x, top.y, bottom.x, bottom.y};
     }
-    ptx::named_barrier_sync(kExchangeBarrier + number, kDividers);
+    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
     if (share / 2 != first / 2) continue;
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
@@ -166,13 +158,13 @@ __device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share
   }
 }
 
-// The warp's share of K, and its row blocks of a group. Opaque: computed anew where they are used,
+// The warp's share of K, and its warpgroup's row blocks of a group. Opaque: computed anew where they are used,
 // they occupy no registers during the products.
 __device__ __forceinline__ int own_share() {
   return ptx::opaque<uint32_t>(threadIdx.x) / 32 % kShares;
 }
 __device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
-  const int most = kAllDivideK ? row_blocks : (row_blocks + 1) / 2;
-  first = ptx::opaque<uint32_t>(threadIdx.x) / kDividers * most;
-  count = min(most, row_blocks - first);
+  const int half = (row_blocks + 1) / 2;
+  first = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup * half;
+  count = min(half, row_blocks - first);
 }
