@@ -57,7 +57,10 @@ def _quantised(source: Source, rows: slice, device: torch.device) -> Decoded:
         values = _values(source, rows, device) * (size / STANDARD_DEVIATION)
         codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        codes = (_bits(source, rows, device) & ((1 << layout.bits) - 1)).to(torch.uint8)
+        # As many above zero as below: with another mean activations would leave float16's range.
+        codes = (
+            _bits(source, rows, device).remainder_((1 << layout.bits) - 1).add_(1).to(torch.uint8)
+        )
     codes, groups = codes.view(count, -1), ceil_div(source.shape[1], layout.group)
 
     def all_of(value: float, dtype: torch.dtype) -> torch.Tensor:
