@@ -15,14 +15,15 @@ constexpr int kMaxThreads = ROW_THREADS;
 constexpr int kChunks = NORMALIZE_CHUNKS;  // of a thread, at most
 
 struct NormalizeArgs {
-  const Element* x;       // [n, cols]
+  const Element* x;       // [n, cols], rows x_stride apart
   const Element* weight;  // [cols], or null
   const Element* bias;    // [cols], or null
-  Element* out;           // [n, cols]
+  Element* out;           // [n, cols], rows out_stride apart
   int rows;               // n; CTAs past them are idle (fill_sm)
   int cols;               // a multiple of 8, at most 8 * kChunks * kMaxThreads
   int centered;           // 1: LayerNorm, 0: RMSNorm
   float eps;
+  int64_t x_stride, out_stride;
 };
 
 // A thread's part of a row: chunks threadIdx.x, threadIdx.x + blockDim.x, ... within the row.
@@ -65,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   if (args.weight) weight.load(args, args.weight);
   if (args.bias) bias.load(args, args.bias);
   ptx::wait_for_dependencies();
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * args.cols;
-  x.load(args, args.x + first);
+  x.load(args, args.x + blockIdx.x * args.x_stride);
   float mean = 0.0f;
   if (args.centered) mean = x.mean(args, sums, [](float value) { return value; });
   const float variance =
@@ -82,6 +82,6 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
       if (args.bias) value += to_float(bias.chunks[i].of[j]);
       convert(result.of[j], value);
     }
-    reinterpret_cast<Chunk*>(args.out + first)[number] = result;
+    reinterpret_cast<Chunk*>(args.out + blockIdx.x * args.out_stride)[number] = result;
   });
 }

@@ -353,8 +353,10 @@ def test_a_gpu_says_which_experts_it_runs_in_plain_torch(monkeypatch: pytest.Mon
     work = Workload(batch_size=8, prompt_len=64, new_tokens=32, max_model_len=128)
     plan = make_plan(model, work, load_profile("h100-sxm"), Policy())
     assert why_plain_torch(plan, torch.device("cuda", 0)) is None
+    assert model.mixture
     routing = dataclasses.replace(model.mixture.routing, experts=1024)
-    many = dataclasses.replace(model, mixture=dataclasses.replace(model.mixture, routing=routing))
+    mixture = dataclasses.replace(model.mixture, routing=routing)
+    many = dataclasses.replace(model, num_layers=2, mixture=mixture)
     plan = make_plan(many, work, load_profile("h100-sxm"), Policy())
     why = why_plain_torch(plan, torch.device("cuda", 0))
     assert why == "there are no kernels for qwen3-30b-a3b's dtype or shapes"

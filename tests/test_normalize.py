@@ -66,13 +66,26 @@ def test_in_place(norm: Literal["rms", "layer"], kernel_device: str) -> None:
     assert torch.equal(normalize(x, x, norm, eps=EPS), wanted)
 
 
+def test_rows_that_lie_apart(kernel_device: str) -> None:
+    """A part of the columns of a matrix, in place: the others keep their values."""
+    x = normal(3, 520, dtype=torch.bfloat16, device=kernel_device)
+    before, part = x.clone(), x[:, 104:304]
+    wanted = normalize(part.contiguous(), torch.empty(3, 200).to(part), "rms", eps=EPS)
+    normalize(part, part, "rms", eps=EPS)
+    assert torch.equal(part, wanted)
+    assert torch.equal(x[:, :104], before[:, :104]) and torch.equal(x[:, 304:], before[:, 304:])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"x": torch.zeros(3, 64)}, r"x as \[N, K\] in 16 bits, got \[3, 64\] of torch.float32"),
         ({"x": torch.zeros(3, 12).half()}, "columns up to 16384, got 12"),
         ({"x": torch.zeros(3, 16392).half()}, "columns up to 16384, got 16392"),
-        ({"x": torch.zeros(64, 3, 2)[..., 0].half().T}, "x to be contiguous and aligned to 16"),
+        (
+            {"x": torch.zeros(64, 3, 2)[..., 0].half().T},
+            "rows of x and out to be contiguous and aligned",
+        ),
         ({"out": torch.zeros(3, 72).half()}, r"out as \[3, 64\] of torch.float16"),
         ({"weight": torch.zeros(64).bfloat16()}, r"weight as \[64\] .* torch.bfloat16"),
         ({"bias": torch.zeros(65).half()[1:]}, "bias to be contiguous and aligned to 16 bytes"),

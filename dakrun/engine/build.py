@@ -136,7 +136,10 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
         getattr(torch, model.dtype), SPLITK_ROWS, card_of(device), head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads, mixes=mixes,
         spills=plan.kv_spill_blocks > 0,
-        head_norms=any(attention.norms for attention in decoder_of(model).attentions),
+        head_norms=any(
+            attention.norms and not attention.norms_all_heads
+            for attention in decoder_of(model).attentions
+        ),
         routing=model.mixture.routing if model.mixture else None, formats=formats,
     )  # fmt: skip
 

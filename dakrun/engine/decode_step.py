@@ -153,9 +153,11 @@ class DecodeStep:
         q, k, v = attention.split(qkv)
         lengths, rotations = self.lengths[:n], self.backend.rotations
         prefixes, norms = None, self.backend.head_norms(attention)
-        if self.cascades:
+        if self.cascades or attention.norms_all_heads:
             self.backend.normalize_heads(attention, qkv)
-            prefixes, norms = self._prefixes, None
+            norms = None
+        if self.cascades:
+            prefixes = self._prefixes
             prefixes.launch(q, lengths, scale=scale, layer=layer, rotations=rotations, pdl=True)
             config = replace(config, alone=True)  # the launch before fills SMs
         return splitk_flash_attn(

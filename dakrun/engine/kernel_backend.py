@@ -67,6 +67,9 @@ class KernelBackend:
         self.rotations = None
         if any(attention.rotary for attention in model.attentions):
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
+            # Rows of a head that RoPE does not rotate are behind the others (HeadOrder).
+            still = model.config.head_dim // 2 - table.shape[1]
+            table = torch.cat((table, torch.tensor([1.0, 0.0]).expand(positions, still, 2)), 1)
             self.rotations = table.to(self.like.device)
 
     def with_buffers(
@@ -207,14 +210,23 @@ class KernelBackend:
         return self._passing.down(x, chosen, *operands, residual)
 
     def head_norms(self, attention: Attention) -> HeadNorms | None:
-        """The norms of query and key heads, if there are any."""
-        if not attention.norms:
+        """The norms of query and key heads, if there are any of single heads."""
+        if not attention.norms or attention.norms_all_heads:
             return None
         q_weight, k_weight = (self._vectors[norm.name] for norm in attention.norms)
         return HeadNorms(q_weight, k_weight, self.model.config.norm_eps)
 
     def normalize_heads(self, attention: Attention, qkv: torch.Tensor) -> None:
-        """Apply `head_norms`, if any, to a fused projection [n, (Hq + 2 Hkv) * D], in place."""
+        """Apply norms of heads, if any, to a fused projection [n, (Hq + 2 Hkv) * D], in place."""
+        if attention.norms_all_heads:
+            first = 0
+            for operand in attention.norms:  # a row's queries, then its keys
+                weight = self._vectors[operand.name]
+                some = qkv[:, first : first + len(weight)]
+                eps = self.model.config.norm_eps
+                normalize(some, some, "rms", eps=eps, weight=weight, pdl=True, pad_grid=True)
+                first += len(weight)
+            return
         norms = self.head_norms(attention)
         if norms:
             heads = qkv.view(len(qkv), -1, attention.head_dim)

@@ -20,6 +20,7 @@ class _Args(ctypes.Structure):
         *operands.pointers("x", "weight", "bias", "out"),
         *operands.ints("rows", "cols", "centered"),
         ("eps", ctypes.c_float),
+        *operands.fields(ctypes.c_int64, "x_stride", "out_stride"),
     )
 
 
@@ -36,12 +37,12 @@ def normalize(
 ) -> torch.Tensor:
     """out [N, K] = norm(x [N, K]) * weight [K] + bias [K], row by row; N may be 0.
 
-    All operands have one 16-bit dtype and are on one GPU; statistics are float32; `out` may be x.
-    "rms" rounds the normalized row before it multiplies the weight, as Llama does, and takes no
-    bias. With `pdl` the launch may start before its predecessor ends, and reads weight and bias
-    early. `pad_grid` adds idle CTAs up to the same number on each SM, for a successor launched
-    with PDL that runs two CTAs per SM, where two share one: on free SMs the GPU would place both of
-    them together.
+    Rows of x and of out may lie apart. All operands have one 16-bit dtype and are on one GPU;
+    statistics are float32; `out` may be x. "rms" rounds the normalized row before it multiplies the
+    weight, as Llama does, and takes no bias. With `pdl` the launch may start before its predecessor
+    ends, and reads weight and bias early. `pad_grid` adds idle CTAs up to the same number on each
+    SM, for a successor launched with PDL that runs two CTAs per SM, where two share one: on free
+    SMs the GPU would place both of them together.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     if x.dim() != 2 or x.dtype not in operands.DTYPES:
@@ -53,13 +54,23 @@ def normalize(
         )
     if norm == "rms" and bias is not None:
         raise ValueError("expected no bias with rms")
-    wanted: dict[str, operands.Wanted] = {
+    rows: dict[str, operands.Wanted] = {
         "x": (x, (n, cols), x.dtype),
         "out": (out, (n, cols), x.dtype),
+    }
+    operands.check_operands(x.device, rows, contiguous=False)
+    if any(
+        t.stride(1) != 1 or t.stride(0) % CHUNK or t.data_ptr() % operands.ALIGNMENT
+        for t in (x, out)
+    ):
+        raise ValueError(
+            f"expected rows of x and out to be contiguous and aligned to {operands.ALIGNMENT} bytes"
+        )
+    vectors: dict[str, operands.Wanted] = {
         "weight": (weight, (cols,), x.dtype),
         "bias": (bias, (cols,), x.dtype),
     }
-    operands.check_operands(x.device, wanted)
+    operands.check_operands(x.device, vectors)
     operands.check_gpu(x.device)
     args = _Args(
         x=x.data_ptr(),
@@ -70,6 +81,8 @@ def normalize(
         cols=cols,
         centered=norm == "layer",
         eps=eps,
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
     )
     threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
     kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))

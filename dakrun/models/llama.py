@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dakrun.config import ModelConfig
 from dakrun.models.decoder import MLP, Decoder, FeedForward, Layer
-from dakrun.models.modules import Attention, Embedding, Linear, Norm, Scope, vocabulary
+from dakrun.models.modules import Attention, Embedding, HeadOrder, Linear, Norm, Scope, vocabulary
 
 
 def gated(c: ModelConfig, at: Scope, modules: Mapping[str, int] | None = None) -> MLP:
@@ -48,8 +48,14 @@ def llama(
             Norm("rms", at, f"{x}_norm", f"self_attn.{x}_norm", size)
             for x, size in zip("qk", head_norms, strict=False)
         ]
+        joined = Linear(at, "qkv", heads, hidden, bias=c.attention_bias, norm=norm)
+        if c.rotary_dim < c.head_dim:
+            of_heads = [joined, joined.bias, *(norm.weight for norm in norms)]
+            for operand in filter(None, of_heads):
+                rows = min(operand.shape[0], c.q_size + c.kv_size)
+                operand.heads = HeadOrder(rows, c.head_dim, c.rotary_dim)
         return Layer(
-            Linear(at, "qkv", heads, hidden, bias=c.attention_bias, norm=norm),
+            joined,
             Attention(c, i, rotary=True, norms=norms),
             Linear(at, "o", {"self_attn.o_proj": hidden}, c.q_size, bias=c.o_bias, adds=True),
             feed_forward(c, at),

@@ -60,13 +60,46 @@ class Scope:
         )
 
 
+class HeadOrder(NamedTuple):
+    """The order in which kernels need the rows of heads of which RoPE rotates a part.
+
+    They rotate row i of a head with row i + D / 2. Of the D = `size` rows only the first R =
+    `rotated` are, i with i + R / 2. So their halves begin the halves of the head, and the other
+    rows follow them. The order is that of the first `rows` rows of an operand.
+    """
+
+    rows: int
+    size: int
+    rotated: int
+
+    def runs(self, rows: slice) -> Iterator[slice]:
+        """The rows of the checkpoint, in runs, that `rows` in the order for kernels are."""
+        half, own = self.size // 2, self.rotated // 2
+        row = rows.start
+        while row < min(rows.stop, self.rows):
+            within, head = row % self.size, row - row % self.size
+            second, place = divmod(within, half)
+            if place < own:
+                first, left = place + second * own, own - place
+            else:
+                first, left = place + own + second * (half - own), half - place
+            stop = min(row + left, rows.stop)
+            yield slice(head + first, head + first + stop - row)
+            row = stop
+        if row < rows.stop:
+            yield slice(row, rows.stop)
+
+
 class Operand:
     """Tensors of a checkpoint, stacked along dimension 0, that a step reads under one name.
 
     If `interleaved`, kernels need the rows of two tensors, or of the two halves of a single one,
     to alternate. An operand that is no Matrix always lies in the local tier, in float32 if `wide`.
     A checkpoint may have the tensor `joined` in place of all `sources`, with their rows in order.
+    Kernels need the rows of heads in the order `heads`, if it is given.
     """
+
+    heads: HeadOrder | None = None
 
     def __init__(
         self,
@@ -87,7 +120,12 @@ class Operand:
 
         `rows` starts with a row block, and stops at the end of a row block or of the operand.
         """
-        together = 2 if self.interleaved and for_kernels else 1
+        if self.heads and for_kernels:
+            return [part for run in self.heads.runs(rows) for part in self._request(run, 1)]
+        return self._request(rows, 2 if self.interleaved and for_kernels else 1)
+
+    def _request(self, rows: slice, together: int) -> Request:
+        """Rows of the sources that make up `rows`; those of `together` sources alternate."""
         halves = len(self.sources) < together
         ends = self._ends[together - 1 :: together] if not halves else self._ends
         number, found = bisect.bisect_right(ends, rows.start), []
@@ -270,8 +308,9 @@ class Linear(Matrix):
 class Attention:
     """Attention of a layer's new tokens to the cached positions of their requests.
 
-    With `norms` each query head is normalized by the first RMSNorm, each key head by the second.
-    `self.norms` has the weights [D] of both. RoPE follows if `rotary`.
+    With `norms` each query head is normalized by the first RMSNorm, each key head by the second; if
+    `norms_all_heads`, all heads of a token together. `self.norms` has the weights of both: [D], or
+    [Hq * D] and [Hkv * D]. RoPE follows if `rotary`.
     """
 
     op = "attention"
@@ -283,6 +322,7 @@ class Attention:
         self.norms = [vector for norm in norms for vector in norm.vectors()]
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.scale = c.head_dim**-0.5
+        self.norms_all_heads = any(weight.shape[0] > c.head_dim for weight in self.norms)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q [n, Hq, D], k and v [n, Hkv, D] of a fused projection [n, (Hq + 2 Hkv) * D]; views."""

@@ -1,4 +1,4 @@
-"""The router and the products with experts, by the kernels for the number of rows, with their memory.
+"""The router and the products with experts, with the memory that their kernels need.
 
 Knows operands and how a router chooses, no models and no plans.
 """
@@ -69,7 +69,7 @@ class ExpertProducts:
         weight: TieredMatrix,
         accesses: Sequence[TierAccess],
     ) -> torch.Tensor:
-        """Gated rows [n k, I] of x [n, H]: the pairs of each of the `choices`, one after another."""
+        """Gated rows [n k, I] of x [n, H]: the pairs of the `choices`, one after another."""
         out = self._inner[: len(x) * self._routing.top_k]
         for rows, routed in choices:
             config = self._config(rows, weight, accesses)
