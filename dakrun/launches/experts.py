@@ -8,6 +8,7 @@ from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
     MAX_GROUP_ROW_BLOCKS,
+    ROWS_PER_BLOCK,
     SPLITK_MAX_ROWS,
     SPLITK_MAX_STAGES,
     SPLITK_UNITS_MAX_ROWS,
@@ -67,6 +68,16 @@ def expert_chunks(rows: int) -> list[slice]:
     """The rows of X that launches of products with experts take in turns, of `rows` in all."""
     step = EXPERT_CHUNK_ROWS
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def expert_buffer_bytes(rows: int, *, experts: int, top_k: int, hidden: int, ffn: int) -> int:
+    """Bytes of what kernels keep of passes of up to `rows` rows through experts of size `ffn`.
+
+    That are gated rows, the router's choices with what it needs meanwhile, and weighted products.
+    """
+    gated, chosen = 2 * top_k * ffn, 4 * (5 * top_k + experts + ceil_div(experts, 4))
+    sums = min(rows, EXPERT_CHUNK_ROWS) * 4 * (top_k * hidden + hidden // ROWS_PER_BLOCK)
+    return rows * (gated + chosen) + sums
 
 
 def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:

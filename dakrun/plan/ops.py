@@ -13,6 +13,7 @@ from typing import Literal
 from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
 from dakrun.formats import PACKED16, KVLayout, QuantisedRows, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
+from dakrun.launches import expert_buffer_bytes
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Linear, Matrix, Scope
 from dakrun.units import ceil_div
@@ -269,6 +270,14 @@ def activation_bytes(
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
     in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
+    if of := model.mixture:
+        experts, top_k = of.routing.experts, of.routing.top_k
+        in_kernels += sum(
+            expert_buffer_bytes(
+                n, experts=experts, top_k=top_k, hidden=model.hidden_size, ffn=of.ffn_size
+            )
+            for n in (rows, workload.batch_size)  # of passes with prompts, and of decode steps
+        )
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
     return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables)

@@ -1,0 +1,119 @@
+"""Passes through layers of experts: choices of launches, and the memory that they keep."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from cards import hopper
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_matrices import normal, packed
+
+from dakrun.config import Routing
+from dakrun.formats import Split
+from dakrun.geometry import ATOM_BYTES, SPLITK_MAX_ROWS
+from dakrun.hardware import Card
+from dakrun.kernels.experts import dispatch
+from dakrun.kernels.experts import reference as plain
+from dakrun.kernels.experts.dispatch import ExpertProducts
+from dakrun.launches import (
+    TierAccess,
+    expert_buffer_bytes,
+    expert_chunks,
+    expert_splits,
+    grouped_config,
+    grouped_tiles,
+)
+
+ROUTING = Routing(experts=6, top_k=2)
+HIDDEN, FFN = 64, 24
+
+
+def products(rows: int, device: str = "cpu") -> ExpertProducts:
+    like = torch.empty(0, dtype=torch.float16, device=device)
+    return ExpertProducts(rows, ROUTING, HIDDEN, FFN, like, hopper(3))
+
+
+@pytest.mark.parametrize("rows", [1, 30, 300, 1000])
+def test_their_bytes_are_those_of_the_plan(rows: int) -> None:
+    kept = products(rows)
+    tensors = [kept._inner, kept._sums.partials, kept._sums.arrivals]
+    for one in kept._routed:
+        tensors += [one.tokens, one.weights, one.ends, one.places, *one.scratch.values()]
+    planned = expert_buffer_bytes(rows, experts=6, top_k=2, hidden=HIDDEN, ffn=FFN)
+    found = sum(tensor.nbytes for tensor in tensors)
+    assert 0.95 * planned - 2048 <= found <= planned + 2048
+
+
+def test_rows_in_chunks_are_as_rows_together(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as plain torch computes them; a row without a request keeps its hidden state."""
+    n, dtype = 13, torch.float16
+    x = normal(n, HIDDEN, dtype=dtype, device=kernel_device)
+    residual = 0.5 * x
+    weight = normal(6, HIDDEN, dtype=torch.float32, device=kernel_device)
+    lengths = torch.arange(n, dtype=torch.int32, device=kernel_device)
+    lengths[4] = -1
+    stacked = [
+        packed(
+            0.2 * normal(6 * m, k, dtype=dtype, device=kernel_device),
+            expert_splits((6 * m // 8 - 5, 5), expert_row_blocks=m // 8, top_k=2, card=hopper(3)),
+        )
+        for m, k in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+    ]
+    accesses, found = (TierAccess(), TierAccess(sms=1)), []
+    for step in (64, 5):
+        monkeypatch.setattr("dakrun.launches.experts.EXPERT_CHUNK_ROWS", step)
+        monkeypatch.setattr(dispatch, "EXPERT_CHUNK_ROWS", step)
+        run = products(n, kernel_device)
+        choices = run.route(x, weight, None, lengths)
+        assert len(choices) == -(-n // step)
+        inner = run.gate_up(x, choices, stacked[0], accesses)
+        found.append(run.down(inner, choices, stacked[1], accesses, residual.clone()))
+    assert (found[0] - found[1]).abs().max() < 2e-2  # tiles of X may differ
+    assert torch.equal(found[0][4], residual[4])
+    chosen = plain.route(x, weight, None, ROUTING)
+    rows = stacked[0].dense().view(6, FFN, 2, HIDDEN).transpose(1, 2).reshape(-1, HIDDEN)
+    whole = packed(rows.to(kernel_device), [Split(len(rows) // 8)])
+    wanted = plain.down(
+        plain.gate_up(x, chosen, whole, 2 * FFN), chosen,
+        packed(stacked[1].dense().to(kernel_device), [Split(6 * HIDDEN // 8)]), residual,
+    )  # fmt: skip
+    others = [row for row in range(n) if row != 4]
+    torch.testing.assert_close(found[0][others], wanted[others], rtol=1e-2, atol=1e-2)
+
+
+@given(st.integers(1, 5000))
+def test_chunks_are_all_rows_once(rows: int) -> None:
+    chunks = expert_chunks(rows)
+    assert chunks[0].start == 0 and chunks[-1].stop == rows
+    assert all(a.stop == b.start for a, b in pairwise(chunks))
+
+
+@given(
+    st.integers(1, 256), st.integers(1, 512), st.integers(1, 32),
+    st.sampled_from([ATOM_BYTES, 272, 528]), st.sampled_from([hopper(132), hopper(3)]),
+)  # fmt: skip
+def test_rings_fit(rows: int, experts: int, top_k: int, atom_bytes: int, card: Card) -> None:
+    top_k = min(top_k, experts)
+    splits = expert_splits((192 * experts, 8), expert_row_blocks=192, top_k=top_k, card=card)
+    config = grouped_config(
+        rows, splits, (TierAccess(), TierAccess(4, 65536)), experts=experts, top_k=top_k,
+        card=card, atom_bytes=atom_bytes,
+    )  # fmt: skip
+    assert config.shared_bytes <= card.ring_bytes and config.stages >= 3
+    assert all(1 <= window <= config.stages for window in config.windows)
+    assert config.tier_ctas == (max(1, card.sms - 4), 4)
+    assert 8 * config.x_tiles <= SPLITK_MAX_ROWS
+
+
+def test_groups_divide_an_expert() -> None:
+    """Of Qwen3-30B-A3B: a step of one row keeps 128 SMs of 132 busy."""
+    card = hopper(132)
+    gate_up, down = (
+        expert_splits((128 * height,), expert_row_blocks=height, top_k=8, card=card)[0].group
+        for height in (192, 256)
+    )
+    assert (gate_up, down) == (12, 16)
+    assert [grouped_tiles(n, experts=128, top_k=8) for n in (1, 8, 64, 256)] == [1, 1, 1, 4]
