@@ -81,9 +81,10 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
       release(ring, stage);
     }
     const int share = own_share();
+    const Outputs outputs(args, at, first + 2 * share, count - 2 * share);
     Accumulators acc;
     reduce(sums, share, (count + 1) / 2, acc.tile[0]);
-    store({args, at.row_block + first + 2 * share, count - 2 * share, at.pair, at.pairs}, acc);
+    store(outputs, acc);
   }
 }
 #else
@@ -94,6 +95,7 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
   RingPosition stage;
   for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
     const int own = at.row_blocks - 2 * warp;
+    const Outputs outputs(args, at, 2 * warp, own);
     Accumulators acc;
 #pragma unroll 1
     for (int left = args.atoms; left > 0; left -= at.stage_atoms) {
@@ -105,7 +107,7 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
       }
       release(ring, stage);
     }
-    if (own > 0) store({args, at.row_block + 2 * warp, own, at.pair, at.pairs}, acc);
+    if (own > 0) store(outputs, acc);
   }
 }
 #endif

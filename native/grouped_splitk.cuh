@@ -170,6 +170,10 @@ struct Items {
       const int each = quotient(all, ctas), more = all - each * ctas;
       at = cta * each + min(cta, more);
       stop = at + each + (cta < more);
+      // Whole groups, where the busiest CTA gets no more of them: an item takes its X and its sums.
+      const int group = of.group_row_blocks, groups = quotient(all + group - 1, group);
+      const int whole = quotient(groups + ctas - 1, ctas) * group;
+      if (whole <= each + (more > 0)) at = cta * whole, stop = min(at + whole, all);
       if (at < stop) return locate();
     }
   }

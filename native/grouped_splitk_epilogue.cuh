@@ -6,11 +6,28 @@
 constexpr int kPairsOfThread = 2 * TILES;  // of accumulators: exchange() says which
 
 // The outputs of a warp: two row blocks, `row_block` of the expert and the next one, of which
-// `row_blocks` exist, for the rows of X of an item.
+// `row_blocks` exist, for the rows of X of an item. Tokens and weights of the item's pairs are loaded
+// before the products where registers allow, to hide their latency.
 struct Outputs {
+  static constexpr bool kEarly = kDown && TILES <= 2 && !kHasUnits;
+
   const GroupedSplitKArgs& args;
   const int row_block, row_blocks;
   const int pair, pairs;  // of the item
+  int tokens[kEarly ? TILES : 1];
+  float weights[kEarly ? TILES : 1];
+
+  __device__ __forceinline__ Outputs(const GroupedSplitKArgs& args, const Items& of, int first,
+                                     int row_blocks)
+      : args(args),
+        row_block(of.row_block + first),
+        row_blocks(row_blocks),
+        pair(of.pair),
+        pairs(of.pairs) {
+#pragma unroll
+    for (int i = 0; kEarly && i < TILES; i++)
+      tokens[i] = args.tokens[number(2 * i)], weights[i] = args.weights[number(2 * i)];
+  }
 
   // silu(gate) * up: even rows of W are gates, odd rows ups.
   __device__ __forceinline__ void store_gated(const Accumulators& acc) const {
@@ -35,32 +52,29 @@ struct Outputs {
     for (int i = 0; i < kPairsOfThread; i++) {
       if (!exists(i)) continue;
       const int64_t row = pair + x_row(i);
-      const float weight = args.weights[row];
+      const float weight = kEarly ? weights[i / 2] : args.weights[row];
       *reinterpret_cast<float2*>(args.partials + row * m + w_row(i)) = {weight * products[i].x,
                                                                         weight * products[i].y};
     }
     // Four lanes have the outputs of a token in a row block. One of them counts arrivals: their
     // stores are ordered before its own. The last one resets the count.
     __syncwarp();
-    int tokens[TILES], before[kPairsOfThread];
-#pragma unroll
-    for (int i = 0; i < kPairsOfThread; i++) {
-      if (i % 2 == 0) tokens[i / 2] = exists(i) ? args.tokens[pair + x_row(i)] : 0;
-      before[i] = -1;
-      if (!exists(i) || threadIdx.x % 32 >= 8) continue;
-      int* const arrivals =
-          args.arrivals + static_cast<int64_t>(tokens[i / 2]) * args.expert_row_blocks +
-          row_block + i % 2;
-      before[i] = ptx::atomic_add_acq_rel(arrivals, 1);
-      if (before[i] == args.top_k - 1) *arrivals = 0;
-    }
+    const bool counts = threadIdx.x % 32 < 8;
+    int before[kPairsOfThread];
+    if (counts) ptx::fence_acq_rel();
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++)
+      before[i] = counts && exists(i) ? atomicAdd(arrivals(i), 1) : -1;
+    if (counts) ptx::fence_acq_rel();
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      if (before[i] == args.top_k - 1) *arrivals(i) = 0;
       before[i] = __shfl_sync(0xffffffff, before[i], leader);
+    }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++) {
-      if (before[i] == args.top_k - 1) add_up(tokens[i / 2], w_row(i), m);
+      if (before[i] == args.top_k - 1) add_up(token(i), w_row(i), m);
     }
   }
 
@@ -75,9 +89,22 @@ struct Outputs {
   __device__ __forceinline__ bool exists(int i) const {
     return i % 2 < row_blocks && x_row(i) < pairs;
   }
+  // A pair's number; the last one's for rows of X behind it.
+  __device__ __forceinline__ int number(int i) const { return pair + min(x_row(i), pairs - 1); }
+  __device__ __forceinline__ int token(int i) const {
+    return kEarly ? tokens[i / 2] : args.tokens[number(i)];
+  }
+  // Counter of the experts that have arrived for a token's 8 outputs.
+  __device__ __forceinline__ int* arrivals(int i) const {
+    return args.arrivals + static_cast<int64_t>(token(i)) * args.expert_row_blocks + row_block +
+           i % 2;
+  }
   // Adds the products of a token's experts to two of its outputs.
   __device__ __forceinline__ void add_up(int token, int row, int m) const {
     const int* const places = args.places + static_cast<int64_t>(token) * args.top_k;
+    uint32_t* const y =
+        reinterpret_cast<uint32_t*>(args.y + static_cast<int64_t>(token) * m + row);
+    const float2 residual = unpacked(*y);
     float2 sum = {0.0f, 0.0f};
 #pragma unroll 4
     for (int i = 0; i < args.top_k; i++) {
@@ -86,9 +113,6 @@ struct Outputs {
           args.partials + static_cast<int64_t>(places[i]) * m + row));
       sum.x += more.x, sum.y += more.y;
     }
-    uint32_t* const y =
-        reinterpret_cast<uint32_t*>(args.y + static_cast<int64_t>(token) * m + row);
-    const float2 residual = unpacked(*y);
     *y = packed(residual.x + sum.x, residual.y + sum.y);
   }
 };

@@ -96,6 +96,11 @@ __device__ __forceinline__ int atomic_add_acq_rel(int* to, int value) {
   return before;
 }
 
+// Order what the thread has written or observed before what it reads or writes next, at gpu scope.
+__device__ __forceinline__ void fence_acq_rel() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 // Store a flag with release at gpu scope: whoever acquires it sees all that this thread wrote or
 // observed before.
 __device__ __forceinline__ void store_release(int* to, int value) {

@@ -116,4 +116,4 @@ def test_groups_divide_an_expert() -> None:
         for height in (192, 256)
     )
     assert (gate_up, down) == (12, 16)
-    assert [grouped_tiles(n, experts=128, top_k=8) for n in (1, 8, 64, 256)] == [1, 1, 1, 4]
+    assert [grouped_tiles(n, experts=128, top_k=8) for n in (1, 32, 64, 512)] == [1, 1, 2, 8]

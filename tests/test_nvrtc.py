@@ -40,7 +40,13 @@ from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
 CLUSTER_WORDS = {"shared::cluster", "multicast", "mapa"}  # in PTX
-WITH_RINGS = ("prompt_attn.cu", "splitk_flash_attn.cu", "splitk_gemm.cu", "tiled_gemm.cu")
+WITH_RINGS = (
+    "grouped_splitk.cu",
+    "prompt_attn.cu",
+    "splitk_flash_attn.cu",
+    "splitk_gemm.cu",
+    "tiled_gemm.cu",
+)
 
 
 def variants() -> list[Any]:

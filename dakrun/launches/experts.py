@@ -27,8 +27,10 @@ STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
 ALIGN = 128  # bytes, of W and of X in a stage
-EXPERT_CHUNK_ROWS = 256  # of X in one launch: partial sums of all of them have to have room
-SPREAD = 2  # rows that an expert may have in one pass over its W, as a multiple of their mean
+EXPERT_CHUNK_ROWS = 512  # of X in one launch: partial sums of all of them have to have room
+# Rows that an expert may have in one pass over its W, as a multiple of their mean. A second pass
+# reads W from L2, but once more over the link if it is remote.
+SPREAD = 4
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ def expert_buffer_bytes(rows: int, *, experts: int, top_k: int, hidden: int, ffn
 def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:
     """Tiles of 8 rows of X of an item, for `rows` rows that choose `top_k` of `experts` each.
 
-    An expert has `rows` at most. One that has more than the tiles multiplies its W again, from L2.
+    An expert that has more rows multiplies its W again. The choice does not depend on where W lies,
+    so that no bit does.
     """
     most = SPLITK_UNITS_MAX_ROWS if unit_atoms(atom_bytes) > 1 else SPLITK_MAX_ROWS
-    wanted = min(most, rows, max(1, SPREAD * ceil_div(rows * top_k, experts)))
+    wanted = min(most, rows, SPREAD * ceil_div(rows * top_k, experts))
     return next(tiles for tiles in SPLITK_X_TILES if 8 * tiles >= wanted)
 
 
@@ -122,8 +125,11 @@ def grouped_config(
     tier_ctas = (local, *remote)
     windows = []
     for split, tier, own in zip(splits, tiers, tier_ctas, strict=True):
-        in_stage = atom_bytes * min(stage_row_blocks, split.group * x_atoms) * (own or local)
-        limit = stages if tier.window_bytes is None else tier.window_bytes // in_stage
+        depth = x_atoms
+        while depth > least and depth * split.group > stage_row_blocks:
+            depth //= 2
+        in_stage = atom_bytes * split.group * depth * (own or local)
+        limit = stages if tier.window_bytes is None else round(tier.window_bytes / in_stage)
         windows.append(max(1, min(stages, limit)))
     return GroupedConfig(
         ctas=card.with_idle(sum(tier_ctas)),

@@ -300,6 +300,8 @@ inline int atomic_add_acq_rel(int* to, int value) {
   return atomicAdd(to, value);
 }
 
+inline void fence_acq_rel() {}
+
 inline const uint8_t* load_address(const uint64_t* from) {
   return reinterpret_cast<const uint8_t*>(*from);
 }
