@@ -142,6 +142,9 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   if (threadIdx.x == kTiledThreads - 1 && splits_k(args))
     segment_barriers.initialize(args.k_ctas, place.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
+#if GROUPED
+  if (threadIdx.x == kConsumers + 64) tile_queue().initialize();
+#endif
 #if CODE
   uint64_t* const unit_barriers = barriers + 2 * kMaxStages + SegmentBarriers::kCount;
   if (warp == kConsumerWarps) UnitRing(args, place, ring, unit_barriers).initialize();

@@ -3,6 +3,12 @@
 
 #include "gemm_common.cuh"
 
+// With -DGROUPED=1 the variant is that of grouped_tiled.cu.
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+constexpr bool kGrouped = GROUPED;
+
 static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
 static_assert(TILES % (WIDE ? 4 : 8) == 0 && TILES <= 32, "at most 256 rows a warpgroup");
 
@@ -10,12 +16,12 @@ constexpr int kTiledThreads = kHasUnits ? TILED_UNITS_THREADS : TILED_THREADS;
 constexpr int kProducers = kTiledThreads - kConsumers;
 static_assert(kProducers % kWarpgroup == 0, "registers are given from warpgroup to warpgroup");
 constexpr int kConsumerWarps = kConsumers / 32;
-constexpr bool kClusters = CLUSTERS;
+constexpr bool kClusters = CLUSTERS && !kGrouped;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers. A CTA that wanted more than its launch
 // got would wait for them forever.
-constexpr int kProducerRegisters = kHasUnits ? 48 : 40;
-constexpr int kConsumerRegisters = kHasUnits ? 208 : 232;
+constexpr int kProducerRegisters = kHasUnits || kGrouped ? 48 : 40;
+constexpr int kConsumerRegisters = kHasUnits ? 208 : kGrouped ? 224 : 232;
 constexpr int kLaunchRegisters = 65536 / kTiledThreads / 8 * 8;
 static_assert(kProducerRegisters * kProducers + kConsumerRegisters * kConsumers <=
               kLaunchRegisters * kTiledThreads);
@@ -76,6 +82,12 @@ struct TiledGemmArgs {
   int* partial_flags;              // [CTAs][warps]: 1 if stored; zero between launches
   TierTiles tiers[kMaxTiers + 1];  // one more for the last tier's end
   PackedMatrix weight;             // [M, K]
+#if GROUPED
+  const int* ends;                 // [experts]: rows of X up to the end of each expert's
+  int* taken;                      // [tiers]: tiles taken from a counter; zero between launches
+  int experts, expert_row_blocks;  // the matrices that W stacks
+  int listed;                      // whether `ends` was complete when the launch started
+#endif
 };
 
 // Whether the CTAs of a cluster split K.

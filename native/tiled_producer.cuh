@@ -32,7 +32,7 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
   RingPosition fill, landed;
   int issued = 0;
-  for (Tiles tile(args, place); tile.next();) {
+  for (TileScheduler tile(args, place); tile.next();) {
     const RowBlock row_block(args.weight,
                              min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
     const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);
@@ -66,6 +66,7 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
 
 // The X producer, a warp of which one thread copies. The rows of the last warpgroup along X have a
 // box of their own size: rows beyond X would come as zeros, and slowly. Their sums are not stored.
+// Where rows are grouped by expert, each expert has last rows: several smaller boxes hold them.
 __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring& ring,
                                           const Place& place, const SegmentBarriers& barriers) {
   constexpr int kRowBytes = kAtomK * 2;
@@ -76,8 +77,10 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
   RingPosition fill;
   for (Tiles tile(args, place); tile.next();) {
     if (tile.first()) wait_for_input(args);
-    const int left = max(0, args.n - tile.n), whole = min(max_boxes, left / kXRows);
-    const int boxes = min(max_boxes, (left + kXRows - 1) / kXRows);
+    const int left = max(0, tile.n_end(args) - tile.n), whole = min(max_boxes, left / kXRows);
+    const int rest = kGrouped ? min(left, max_boxes * kXRows) - whole * kXRows : 0;
+    const int boxes = kGrouped ? whole + quotient(rest + args.rest_rows - 1, args.rest_rows)
+                               : min(max_boxes, (left + kXRows - 1) / kXRows);
     const int rows = whole * args.box_rows + (boxes - whole) * args.rest_rows;
     if (copies) {
 #pragma unroll 1
@@ -89,8 +92,10 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
         for (int i = 0; i < boxes; i++) {
           const TensorMap* map = i < whole ? &args.x : &args.x_rest;
           const int part = (i < whole ? args.box_rows : args.rest_rows) * sharer;
-          const int n = tile.n + i * kXRows + part;
-          const uint32_t to = ring.smem_x(fill.stage) + i * kXAtomBytes + part * kRowBytes;
+          const int behind = kGrouped ? max(0, i - whole) : 0;  // of the small boxes
+          const int n = tile.n + (i - behind) * kXRows + behind * args.rest_rows + part;
+          const uint32_t to = ring.smem_x(fill.stage) + (i - behind) * kXAtomBytes +
+                              (behind * args.rest_rows + part) * kRowBytes;
           if (multicast) {
             ptx::tensor_load_multicast(to, map, k * kAtomK, n, 0, full_barrier,
                                        place.multicast_mask());

@@ -1,7 +1,17 @@
 // The tiles of a CTA of the tiled GEMM: data-parallel waves first, then Stream-K.
 #pragma once
 
+#if GROUPED
+#include "grouped_tiled_scheduler.cuh"
+#else
 #include "tiled_gemm.cuh"
+
+// Where the matrix that a tile belongs to begins, and where its rows of X end.
+struct TileBounds {
+  static constexpr int first_row_block = 0;
+
+  static __device__ __forceinline__ int n_end(const TiledGemmArgs& args) { return args.n; }
+};
 
 // Data-parallel: cluster c takes the tiles c, c + clusters, ... of its tier. Tiles are numbered
 // along X, in blocks of `block_tiles`, then along W. So the tiles of a wave read few rows of W and
@@ -13,7 +23,7 @@
 // first and stores the accumulators as a partial tile. The next cluster does its other work first,
 // so that it need not wait, then loads the accumulators and goes on along K. Every output thus adds
 // the terms of K in order, as in a data-parallel tile.
-struct Tiles {
+struct Tiles : TileBounds {
   const TiledGemmArgs& args;
   int tier, cluster, w, x, segment;
   int turn = -1;
@@ -97,3 +107,6 @@ struct Tiles {
     return before + first;
   }
 };
+
+using TileScheduler = Tiles;  // every warp finds its tiles
+#endif

@@ -53,18 +53,19 @@ __device__ __forceinline__ void apply_epilogue(const TiledGemmArgs& args, const 
 }
 
 // A warpgroup's part of a CTA's tile: row blocks of W, and rows of X from n on.
-struct WarpgroupTile {
+struct WarpgroupTile : TileBounds {
   int row_block, row_blocks;  // there may be none
   int n;
 
   __device__ __forceinline__ WarpgroupTile(const TiledGemmArgs& args, const Tiles& tile,
-                                           int warpgroup) {
+                                           int warpgroup)
+      : TileBounds(tile) {
     const bool along_w = args.tiers[tile.tier].row_groups == kWarpgroups;
     const int before = along_w ? warpgroup * kTileRowBlocks : 0;
     row_block = tile.row_block + before;
     row_blocks = max(0, min(kTileRowBlocks, tile.row_blocks - before));
     n = tile.n + (along_w ? 0 : warpgroup * kXRows);
-    if (n >= args.n) row_blocks = 0;
+    if (n >= n_end(args)) row_blocks = 0;
   }
   __device__ __forceinline__ bool exists() const { return row_blocks > 0; }
 };
@@ -123,9 +124,10 @@ struct WarpOutputs {
       : args(args) {
     const int warp = ptx::opaque<uint32_t>(threadIdx.x) % kWarpgroup / 32;
     row = tile.n + (WIDE ? warp * kBlockRows : 0);
-    rows = args.n - row;
-    column = (tile.row_block * kRowsPerBlock + (WIDE ? 0 : warp * 2 * kRowsPerBlock)) / Row::kGates;
-    const int end = (tile.row_block + tile.row_blocks) * kRowsPerBlock / Row::kGates;
+    rows = tile.n_end(args) - row;
+    const int row_block = tile.row_block - tile.first_row_block;
+    column = (row_block * kRowsPerBlock + (WIDE ? 0 : warp * 2 * kRowsPerBlock)) / Row::kGates;
+    const int end = (row_block + tile.row_blocks) * kRowsPerBlock / Row::kGates;
     columns = min(end, args.width) - column;
     if (!WIDE) columns = min(columns, Row::kColumns);
   }
@@ -140,9 +142,11 @@ struct WarpOutputs {
 
   // Whether TMA can store the blocks of the first `passes` passes: they are whole, or hold all that
   // Y has there. A box must begin at a multiple of 16 bytes, or the instruction is illegal (H200):
-  // gated outputs of a tile that begins with an odd row block do not.
+  // gated outputs of a tile that begins with an odd row block do not. Behind an expert's rows of Y
+  // are those of the next one.
   __device__ __forceinline__ bool fit_boxes(int passes) const {
     const int wanted = WIDE ? passes * Row::kColumns : Row::kColumns;
+    if (kGrouped && rows < (WIDE ? kBlockRows : passes * kBlockRows)) return false;
     return !gated && args.boxes && (columns >= wanted || column + columns == args.width);
   }
 

@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
   RingPosition fill, landed;
   int issued = 0;
-  for (Tiles tile(args, place); tile.next();) {
+  for (TileScheduler tile(args, place); tile.next();) {
     const RowBlock row_block(args.weight,
                              min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
     const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);

@@ -42,6 +42,7 @@ from dakrun.units import ceil_div
 CLUSTER_WORDS = {"shared::cluster", "multicast", "mapa"}  # in PTX
 WITH_RINGS = (
     "grouped_splitk.cu",
+    "grouped_tiled.cu",
     "prompt_attn.cu",
     "splitk_flash_attn.cu",
     "splitk_gemm.cu",

@@ -3,8 +3,8 @@
 Pure functions of shapes, row blocks per tier and the card (hardware.Card). The kernels' wrappers
 call them to launch, the planner to know what will be launched. choice.py chooses the kernel,
 splitk.py the launch of SplitK_GEMM, tiled.py the launches of the tiled GEMM, from the shapes of
-tiled_shapes.py, experts.py those of products with experts. tiers.py says how tiers are read.
-Imports no torch and needs no GPU.
+tiled_shapes.py, experts.py and grouped_tiled.py those of products with experts, of few rows and of
+many. tiers.py says how tiers are read. Imports no torch and needs no GPU.
 """
 
 from dakrun.launches.choice import By, few_rows, kernel_for, splitk_rows, tiled_rows
@@ -18,6 +18,7 @@ from dakrun.launches.experts import (
     grouped_config,
     grouped_tiles,
 )
+from dakrun.launches.grouped_tiled import grouped_launch, grouped_shapes
 from dakrun.launches.splitk import (
     STEP_ATOMS,
     GemmConfig,
@@ -68,6 +69,8 @@ __all__ = [
     "few_rows",
     "gemm_config",
     "grouped_config",
+    "grouped_launch",
+    "grouped_shapes",
     "grouped_tiles",
     "half_columns",
     "kernel_for",

@@ -37,7 +37,7 @@ WARPS = 4 * WARPGROUPS  # consumer warps of a CTA
 ALONE, BEFORE_LOCAL, AFTER_REMOTE = range(3)  # Order of native/tiled_gemm.cuh
 
 
-class _TierTiles(ctypes.Structure):
+class TierTiles(ctypes.Structure):
     """TierTiles of native/tiled_gemm.cuh."""
 
     _fields_ = (
@@ -46,7 +46,7 @@ class _TierTiles(ctypes.Structure):
     )
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
     """TiledGemmArgs of native/tiled_gemm.cuh."""
 
     _fields_ = (
@@ -56,7 +56,7 @@ class _Args(ctypes.Structure):
         *ints("boxes", "m", "n", "box_rows", "rest_rows", "activation", "order"),
         *ints("w_ctas", "x_ctas", "k_ctas", "segment_atoms", "output_blocks", "width"),
         *pointers("bias", "residual", "y", "partials", "partial_flags"),
-        ("tiers", _TierTiles * (MAX_TIERS + 1)),
+        ("tiers", TierTiles * (MAX_TIERS + 1)),
         ("weight", PackedMatrix),
     )
 
@@ -133,8 +133,8 @@ def tiled_gemm(
     given = workspace or StreamKWorkspace.empty(TiledConfig(()), x.device)
     if not given.fits(config):
         raise ValueError(f"expected a workspace for Stream-K's partial tiles of {config}")
-    args = _Args(
-        boxes=int(not gated and _takes_boxes(out)),
+    args = Args(
+        boxes=int(not gated and takes_boxes(out)),
         m=m,
         n=n,
         activation=ACTIVATIONS.index(activation),
@@ -173,7 +173,7 @@ def tiled_gemm(
     return out
 
 
-def _takes_boxes(out: torch.Tensor) -> bool:
+def takes_boxes(out: torch.Tensor) -> bool:
     """Whether TMA can write to `out` [rows, width]: its rows begin at multiples of 16 bytes."""
     return out.data_ptr() % TMA_BYTES == 0 and out.shape[1] * out.itemsize % TMA_BYTES == 0
 
@@ -196,7 +196,7 @@ def _check_tiers(weight: TieredMatrix, config: TiledConfig) -> None:
             )
 
 
-def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[_TierTiles, ...]:
+def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[TierTiles, ...]:
     """The kernel's `tiers` for `n` rows of X, with the end of the last one behind it."""
     found, first, cluster, shape = [], 0, 0, launch.shape
     for (_, row_blocks), tier in zip(row_blocks_by_tier(weight), launch.tiers, strict=True):
@@ -206,7 +206,7 @@ def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[_TierTiles, ..
         if tier.stream_k and w_tiles * x_tiles % tier.clusters:
             waves = max(0, waves - 2)  # leaves each cluster one tile or more, but less than two
         found.append(
-            _TierTiles(
+            TierTiles(
                 first_row_block=first,
                 first_cluster=cluster,
                 clusters=tier.clusters,
@@ -223,7 +223,7 @@ def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[_TierTiles, ..
         first += row_blocks
         cluster += tier.clusters
     none = MAX_TIERS + 1 - len(found)
-    return (*found, *[_TierTiles(first_row_block=first, first_cluster=cluster)] * none)
+    return (*found, *[TierTiles(first_row_block=first, first_cluster=cluster)] * none)
 
 
 def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, int]:

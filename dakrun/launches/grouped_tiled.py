@@ -1,0 +1,88 @@
+"""Launch configurations of the grouped tiled GEMM: experts' products with rows sorted by expert.
+
+Pure functions of shapes, row blocks per tier and card, as tiled.py has them for one matrix.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dakrun.geometry import ATOM_BYTES, WARPGROUPS, unit_atoms
+from dakrun.hardware import Card
+from dakrun.launches.tiers import TierAccess
+from dakrun.launches.tiled_shapes import Launch, Shape, TierTiles, wide_tiles, x_tiles
+from dakrun.units import ceil_div
+
+MAX_WIDE_TILES = 24  # larger wide tiles leave fewer than five stages
+DEVIATIONS = 2  # of an expert's rows from the mean that a tile is to hold
+
+
+def grouped_shapes(card: Card, atom_bytes: int = ATOM_BYTES) -> tuple[Shape, ...]:
+    """Shapes for atoms of `atom_bytes`, that of few rows of X first; none if the rings do not fit.
+
+    The warpgroups of a wide tile have 64 rows of X each. Where an expert's last tile has rows for
+    one of them alone, it takes about half of the time.
+    """
+    units = unit_atoms(atom_bytes) > 1
+    narrow = Shape(min(x_tiles(wgmma=card.has_wgmma)), WARPGROUPS)
+    tiles = [t for t in wide_tiles(wgmma=card.has_wgmma, units=units) if t <= MAX_WIDE_TILES]
+    wide = [Shape(max(tiles), 1, wide=True)] if tiles else []
+    found = (replace(shape, atom_bytes=atom_bytes) for shape in (narrow, *wide))
+    return tuple(shape for shape in found if shape.fits(card))
+
+
+def grouped_launch(
+    pairs: int,
+    experts: int,
+    row_blocks: Sequence[int],
+    tiers: Sequence[TierAccess],
+    *,
+    card: Card,
+    atom_bytes: int = ATOM_BYTES,
+) -> Launch:
+    """Choose the launch for `pairs` rows of X, and `row_blocks` of all experts in each tier.
+
+    The local tier comes first. A narrow tile is chosen if it holds all rows of nearly all experts,
+    where rows choose experts at random: then W is read once. A remote tier has the SMs of its
+    `tiers`, or SMs by its row blocks; fewer if its window has no room for a stage of each.
+    Raises ValueError if there is nothing to multiply, or no room for the rings.
+    """
+    shapes, total = grouped_shapes(card, atom_bytes), sum(row_blocks)
+    if not shapes or pairs < 1 or total < 1:
+        raise ValueError(f"no tiles for {pairs} rows, {total} row blocks of {atom_bytes} bytes")
+    mean = pairs / experts
+    most = mean + DEVIATIONS * math.sqrt(mean)
+    shape = next((shape for shape in shapes if shape.rows >= most), shapes[-1])
+    expert_row_blocks = total // experts
+    size = ceil_div(expert_row_blocks, ceil_div(expert_row_blocks, shape.row_blocks))
+    stages = shape.stages(card, size)
+    clusters = _clusters(row_blocks, tiers, shape.copy_bytes * size, card.sms)
+    found = (
+        _tier(count, access, shape.copies(stages), shape.copy_bytes * size)
+        for count, access in zip(clusters, tiers, strict=True)
+    )
+    tiles = (replace(tier, tile_row_blocks=size) for tier in found)
+    return Launch(shape, stages, tuple(tiles)).with_max_blocks(card)
+
+
+def _clusters(
+    row_blocks: Sequence[int], tiers: Sequence[TierAccess], stage_bytes: int, sms: int
+) -> list[int]:
+    """Clusters of each tier, single CTAs; at least one where a tier has row blocks."""
+    total, found = sum(row_blocks), list[int]()
+    for count, access in zip(row_blocks[1:], tiers[1:], strict=True):
+        most = access.sms or sms * count // total
+        if access.window_bytes is not None:
+            most = min(most, access.window_bytes // stage_bytes)
+        found.append(min(count, max(1, most)))
+    while sum(found) > sms - (row_blocks[0] > 0) and max(found) > 1:
+        found[found.index(max(found))] -= 1
+    return [sms - sum(found) if row_blocks[0] else 0, *found]
+
+
+def _tier(clusters: int, access: TierAccess, copies: int, stage_bytes: int) -> TierTiles:
+    """A tier of `clusters`, in whose window there is room for up to `copies` stages of each."""
+    window = copies
+    if access.window_bytes is not None and clusters:
+        window = max(1, min(copies, access.window_bytes // (stage_bytes * clusters)))
+    return TierTiles(clusters, window=window)

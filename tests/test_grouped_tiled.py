@@ -1,0 +1,349 @@
+"""Products of rows sorted by expert: as exact as plain torch, and the same bits wherever W lies."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cards import H200, SMALL, hold_to, hopper
+from emulated import EmulatedKernel, atoms_map, boxes_map
+from packed_matrices import FEW_LAYOUTS, normal, packed, quantised
+from torch.nn import functional as F
+
+from dakrun.config import Activation, Routing
+from dakrun.formats.device_layout import Quantised
+from dakrun.hardware import Card
+from dakrun.kernels.experts import grouped_tiled, reference
+from dakrun.kernels.experts.grouped_tiled import grouped_tiled_gemm, tile_counters
+from dakrun.kernels.experts.permute import combine, permute
+from dakrun.kernels.experts.route import Routed, route
+from dakrun.kernels.gemm.tiled import defines
+from dakrun.kernels.runtime import DTYPES, jit
+from dakrun.launches import (
+    Launch,
+    Shape,
+    TierAccess,
+    TierTiles,
+    grouped_launch,
+    grouped_shapes,
+    split_row_blocks,
+)
+from dakrun.memory.matrix import TieredMatrix
+
+NARROW, WIDE = grouped_shapes(H200)
+RAGGED = (0, 5, 131, 0, 64, 1, 0)  # rows of each expert
+CASES = {"ragged": RAGGED, "one": (0, 0, 0, 201, 0, 0, 0), "few": (0, 0, 0, 0, 0, 0, 3)}
+
+
+@pytest.fixture(autouse=True)
+def tensor_maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    callspec = getattr(request.node, "callspec", None)
+    if callspec and callspec.params.get("kernel_device") == "cpu":
+        monkeypatch.setattr(grouped_tiled, "atoms_map", atoms_map)
+        monkeypatch.setattr(grouped_tiled, "boxes_map", boxes_map)
+
+
+def launch_of(shape: Shape, *tiers: TierTiles, stages: int = 3) -> Launch:
+    return Launch(shape, stages, tiers)
+
+
+def weight_of(
+    experts: int, m: int, k: int, device: str, row_blocks: Sequence[int] = ()
+) -> TieredMatrix:
+    """Experts' matrices of random elements, the same wherever their row blocks lie."""
+    row_blocks = row_blocks or (experts * m // 8,)
+    access = [TierAccess(sms=2)] * len(row_blocks)
+    dense = normal(experts * m, k, dtype=torch.float16, device=device) / k**0.5
+    return packed(dense, split_row_blocks(row_blocks, access, card=hopper(3)))
+
+
+def run(
+    counts: Sequence[int],
+    weight: TieredMatrix,
+    launch: Launch,
+    device: str,
+    *,
+    activation: Activation = "none",
+    x: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs of `counts` rows of each expert, of a random X with some rows of NaN behind them."""
+    n, (rows, k) = sum(counts), weight.shape
+    m = rows // len(counts)
+    behind = torch.full((9, k), math.nan, dtype=weight.dtype, device=device)
+    x = normal(n, k, dtype=weight.dtype, device=device) if x is None else x
+    width = m // 2 if activation == "silu_mul" else m
+    out = torch.full((n + 9, width), math.nan, dtype=weight.dtype, device=device)
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    counters = tile_counters(device)
+    for _ in range(2):  # counters are left as they were
+        grouped_tiled_gemm(
+            torch.cat([x, behind]), ends, weight, launch, out, counters=counters,
+            activation=activation,
+        )  # fmt: skip
+        assert not counters.any()
+    assert out[n:].isnan().all() and not out[:n].isnan().any()
+    return out[:n]
+
+
+def exact(
+    counts: Sequence[int], weight: TieredMatrix, device: str, activation: Activation = "none"
+) -> torch.Tensor:
+    x = normal(sum(counts), weight.shape[1], dtype=weight.dtype, device=device).double()
+    matrices = weight.dense(device).double().unflatten(0, (len(counts), -1))
+    found = [rows @ of.T for rows, of in zip(x.split(tuple(counts)), matrices, strict=True)]
+    y = torch.cat(found)
+    return F.silu(y[:, ::2]) * y[:, 1::2] if activation == "silu_mul" else y
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((got.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+@pytest.mark.parametrize("counts", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("shape", [NARROW, WIDE, Shape(8, 1)], ids=["narrow", "wide", "along-x"])
+def test_each_row_is_multiplied_by_its_expert(
+    shape: Shape, counts: Sequence[int], activation: Activation, kernel_device: str
+) -> None:
+    """Experts of more rows of W than a tile has, the last tile with fewer."""
+    weight = weight_of(len(counts), 8 * 27, 136, kernel_device)
+    launch = launch_of(shape, TierTiles(2, min(14, shape.row_blocks)))
+    found = run(counts, weight, launch, kernel_device, activation=activation)
+    assert error(found, exact(counts, weight, kernel_device, activation)) < 5e-4
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_a_card_without_wgmma(
+    activation: Activation, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 100 KiB an SM, and without clusters."""
+    hold_to(SMALL, monkeypatch)
+    (shape,) = grouped_shapes(SMALL)
+    weight = weight_of(len(RAGGED), 8 * 27, 136, kernel_device)
+    launch = grouped_launch(201, len(RAGGED), (27 * 7,), [TierAccess()], card=SMALL)
+    assert launch.shape == shape
+    launch = replace(launch, tiers=(replace(launch.tiers[0], clusters=3),))
+    found = run(RAGGED, weight, launch, kernel_device, activation=activation)
+    assert error(found, exact(RAGGED, weight, kernel_device, activation)) < 5e-4
+
+
+PLACES: list[tuple[tuple[int, ...], tuple[TierTiles, ...]]] = [
+    ((189,), (TierTiles(1, 16),)),
+    ((100, 89), (TierTiles(2, 14), TierTiles(1, 14, window=1))),
+    ((0, 189), (TierTiles(0, 7), TierTiles(3, 7, window=2))),
+    ((60, 3, 126), (TierTiles(1, 9), TierTiles(1, 9, window=2), TierTiles(2, 9))),
+]
+
+
+@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_no_bit_depends_on_where_experts_lie(
+    shape: Shape, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in one tier, or cut between two; CTAs run beside each other, in any order."""
+    kernel = jit.kernel(
+        grouped_tiled.SOURCE, "tiled_gemm", defines(torch.float16, shape.tiles, wide=shape.wide)
+    )
+    wanted = None
+    for seed, (row_blocks, tiers) in enumerate(PLACES):
+        if isinstance(kernel, EmulatedKernel):
+            monkeypatch.setattr(kernel, "seed", 100 * seed)
+            monkeypatch.setattr(kernel, "together", 1 + 3 * (seed % 2))
+        weight = weight_of(7, 8 * 27, 328, kernel_device, row_blocks)
+        found = run(RAGGED, weight, launch_of(shape, *tiers), kernel_device)
+        wanted = found if wanted is None else wanted
+        assert torch.equal(found, wanted), row_blocks
+    assert wanted is not None
+    assert error(wanted, exact(RAGGED, weight_of(7, 8 * 27, 328, kernel_device), kernel_device)) < (
+        5e-4
+    )
+
+
+def test_no_bit_depends_on_how_many_rows_an_expert_has(kernel_device: str) -> None:
+    """Nor on the tiles that its rows are in."""
+    weight = weight_of(3, 80, 200, kernel_device)
+    x = normal(150, 200, dtype=torch.float16, device=kernel_device)
+    wide, narrow = (launch_of(shape, TierTiles(2, 10)) for shape in (WIDE, NARROW))
+    many = run((0, 150, 0), weight, wide, kernel_device, x=x)
+    for row in (0, 63, 64, 149):
+        alone = run((0, 1, 0), weight, narrow, kernel_device, x=x[row : row + 1])
+        assert torch.equal(alone[0], many[row])
+
+
+@pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
+def test_experts_of_fewer_bits(layout: Quantised, kernel_device: str) -> None:
+    counts, rows = (3, 0, 70, 1), 8 * 13
+    for shape in grouped_shapes(H200, layout.atom_bytes):
+        outs = []
+        for row_blocks, tiers in (
+            ((52,), (TierTiles(2, 7, window=3),)),
+            ((17, 35), (TierTiles(1, 12, window=3), TierTiles(1, 12))),
+        ):
+            access = [TierAccess(sms=2)] * len(row_blocks)
+            splits = split_row_blocks(
+                row_blocks, access, card=hopper(3), atom_bytes=layout.atom_bytes
+            )
+            weight = quantised(
+                layout, 4 * rows, 392, splits, dtype=torch.float16, device=kernel_device
+            )
+            outs.append(run(counts, weight, launch_of(shape, *tiers), kernel_device))
+            assert error(outs[-1], exact(counts, weight, kernel_device)) < 5e-4
+        assert torch.equal(*outs)
+
+
+def mixture(
+    n: int, experts: int, hidden: int, inner: int, top_k: int, device: str, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states behind a feed-forward of experts, by kernels and by plain torch in float64."""
+    dtype = options.pop("dtype", torch.bfloat16)
+    card: Card = options.pop("card", hopper(3))
+    rule = Routing(experts=experts, top_k=top_k)
+    x, residual = (normal(n, hidden + i, dtype=dtype, device=device)[:, :hidden] for i in (0, 8))
+    x, residual = x.contiguous(), residual.contiguous()
+    router = normal(experts, hidden, dtype=torch.float32, device=device)
+    up = normal(2 * experts * inner, hidden, dtype=dtype, device=device) / hidden**0.5
+    down = normal(experts * hidden, inner, dtype=dtype, device=device) / inner**0.5
+    pairs = n * top_k
+    out = route(x, router, rule, Routed.allocate(n, rule, device), **options)
+    counters = tile_counters(device)
+    rows = torch.full((pairs, hidden), math.nan, dtype=dtype, device=device)
+    permute(x, out.places, rows)
+    inner_rows = torch.full((pairs, inner), math.nan, dtype=dtype, device=device)
+    access = [TierAccess()]
+    for given, matrix, to, activation in (
+        (rows, up, inner_rows, "silu_mul"),
+        (inner_rows, down, rows, "none"),
+    ):
+        row_blocks = (len(matrix) // 8,)
+        split = split_row_blocks(row_blocks, access, card=card)
+        launch = grouped_launch(pairs, experts, row_blocks, access, card=card)
+        weight = packed(matrix, split)
+        grouped_tiled_gemm(
+            given, out.ends, weight, launch, to, counters=counters, activation=activation
+        )
+    found = combine(rows, out.places, out.weights, residual, residual.clone())
+    logits = x.double() @ router.double().T
+    chosen, weights = reference.choose(logits, None, rule)
+    gate_ups = up.double().view(experts, 2 * inner, hidden)
+    downs = down.double().view(experts, hidden, inner)
+    wanted = residual.double()
+    for token in range(n):
+        for expert, weight_of_expert in zip(chosen[token], weights[token], strict=True):
+            y = gate_ups[expert] @ x[token].double()
+            wanted[token] += weight_of_expert * (downs[expert] @ (F.silu(y[::2]) * y[1::2]))
+    return found, wanted, residual
+
+
+@pytest.mark.parametrize(
+    ("n", "experts", "hidden", "inner", "top_k"),
+    [
+        (70, 5, 136, 72, 2),
+        (9, 40, 64, 16, 3),
+        pytest.param(64, 128, 2048, 768, 8, marks=pytest.mark.gpu),
+        pytest.param(1000, 16, 512, 256, 4, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_feed_forward_of_experts(
+    n: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    top_k: int,
+    dtype: torch.dtype,
+    kernel_device: str,
+) -> None:
+    found, wanted, _ = mixture(n, experts, hidden, inner, top_k, kernel_device, dtype=dtype)
+    assert error(found, wanted) < (1e-3 if dtype == torch.float16 else 8e-3)
+
+
+def test_rows_without_a_request_stay_as_they_are(kernel_device: str) -> None:
+    lengths = torch.arange(40, dtype=torch.int32, device=kernel_device)
+    lengths[[0, 7, 39]] = -1
+    found, wanted, residual = mixture(40, 9, 72, 40, 2, kernel_device, lengths=lengths)
+    others = (lengths >= 0).cpu()
+    assert error(found[others], wanted[others]) < 8e-3
+    assert torch.equal(found[~others], residual[~others])
+
+
+def test_sums_have_the_order_of_experts(kernel_device: str) -> None:
+    """In float32: large terms cancel before the small one is added."""
+    products = torch.tensor([[6e4], [1.0], [6e4]], dtype=torch.float16, device=kernel_device)
+    products = products.repeat(1, 8)
+    weights = torch.tensor([1e6, 1.0, -1e6], device=kernel_device)
+    residual = torch.zeros(2, 8, dtype=torch.float16, device=kernel_device)
+    for places, wanted in (([0, 2, 1], 1.0), ([0, 1, 2], 0.0)):
+        given = torch.tensor([places, [-1] * 3], dtype=torch.int32, device=kernel_device)
+        room = torch.cat([products, products])
+        more = torch.cat([weights, weights])
+        found = combine(room, given, more, residual, torch.full_like(residual, math.nan))
+        assert found.tolist() == [[wanted] * 8, [0.0] * 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(5, 64)}, r"x as \[5, 64\] of torch.float16"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, "3 matrices of whole row blocks, got 64"),
+        ({"ends": torch.zeros(4)}, r"ends as \[4\] of torch.int32"),
+        ({"out": torch.zeros(5, 8).half()}, r"out as \[5, 16\]"),
+        ({"counters": torch.zeros(1, dtype=torch.int32)}, r"counters as \[9\]"),
+        ({}, "current GPU"),
+    ],
+)
+def test_operands_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    given = {
+        "x": torch.zeros(5, 64).half(), "ends": torch.zeros(4, dtype=torch.int32),
+        "weight": weight_of(4, 16, 64, "cpu"), "launch": launch_of(NARROW, TierTiles(2, 2)),
+        "out": torch.zeros(5, 16).half(), "counters": tile_counters("cpu"),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        grouped_tiled_gemm(**(given | change))
+
+
+def test_rows_to_permute_that_do_not_fit() -> None:
+    x, places = torch.zeros(2, 16).half(), torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"out as \[6, 16\]"):
+        permute(x, places, torch.zeros(5, 16).half())
+    with pytest.raises(ValueError, match="16-bit elements in multiples of 8"):
+        permute(x[:, :12].contiguous(), places, torch.zeros(6, 12).half())
+    with pytest.raises(ValueError, match=r"weights as \[6\] of torch.float32"):
+        combine(torch.zeros(6, 16).half(), places, torch.zeros(6).half(), x, x)
+
+
+@pytest.mark.parametrize("card", [H200, SMALL, hopper(8)], ids=["hopper", "small", "few-sms"])
+def test_launches(card: Card) -> None:
+    """Each tier has CTAs, no more than there are SMs, whose copies fit in its window."""
+    limited = TierAccess(sms=6, window_bytes=200 * 1024)
+    counts = (24576, 0), (20000, 4576), (0, 24576), (1, 24575)
+    accesses = [TierAccess(), limited], [TierAccess(), TierAccess()]
+    for row_blocks, tiers, pairs in itertools.product(counts, accesses, (64, 4096, 32768)):
+        launch = grouped_launch(pairs, 128, row_blocks, tiers, card=card)
+        clusters = [tier.clusters for tier in launch.tiers]
+        assert [count > 0 for count in clusters] == [count > 0 for count in row_blocks]
+        assert sum(clusters) <= card.sms and launch.shared_bytes <= card.lone_ring_bytes
+        if row_blocks[0]:
+            assert sum(clusters) == card.sms
+        if row_blocks[1] and tiers[1] == limited:
+            tier = launch.tiers[1]
+            size = 1024 * tier.tile_row_blocks
+            assert tier.clusters <= 6 and tier.clusters * tier.window * size <= 200 * 1024
+
+
+def test_a_tile_holds_the_rows_of_nearly_all_experts() -> None:
+    def shape(pairs: int, card: Card = H200) -> Shape:
+        return grouped_launch(pairs, 128, (24576,), [TierAccess()], card=card).shape
+
+    assert shape(1) == shape(512 * 8) == NARROW and NARROW.rows == 64
+    assert shape(4096 * 8) == WIDE and WIDE.rows == 128
+    assert not shape(4096 * 8, SMALL).wide
+
+
+def test_a_card_without_room() -> None:
+    layout = Quantised("int8", 32, 4, True)
+    if grouped_shapes(SMALL, layout.atom_bytes):
+        pytest.fail("there is room: another format is needed here")
+    with pytest.raises(ValueError, match="no tiles for 8 rows"):
+        grouped_launch(8, 4, (16,), [TierAccess()], card=SMALL, atom_bytes=layout.atom_bytes)
