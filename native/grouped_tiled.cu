@@ -1,18 +1,18 @@
-// Grouped tiled GEMM: the tiled GEMM for W that stacks the matrices of experts, [E M, K], and rows
+// Grouped tiled GEMM: the tiled GEMM for a W that stacks the matrices of experts, [E M, K], and rows
 // of X that are sorted by expert. Each row is multiplied by the matrix of its expert alone.
 //
 //   W producer warp:
-//     wait for the kernel that wrote `ends`, if the launch may have started before it ended
-//     for each tile, a range of one expert's rows of X by one of its row blocks of W:
-//       the first tile by the cluster's number, each further one from a counter of the tier
-//       tell the CTA's other warps: a slot of the queue
+//     wait for the kernel that wrote `ends`, unless it was complete when the launch started
+//     for each tile, some rows of W and of X of one expert:
+//       the first tile by the number of the CTA in its tier, each further one from a counter
+//       tell the CTA's other warps, through a queue in shared memory
 //       copy the tile's row blocks of W
-//   X producer warp, consumers, warps that expand units: as in tiled_gemm.cu, by tiles of the queue
+//   X producer warp, consumers, warps that expand units: as in tiled_gemm.cu, tiles from the queue
 //
-// Tiles of many experts are dealt to a fixed grid, so the launch needs nothing from the host: it can
-// be part of a graph. Rows behind an expert's last one are multiplied where a box of X reaches
-// beyond it, and not stored. Neither K nor a cluster's operands are shared, so the order in which an
-// output's terms are added does not depend on how many rows its expert has.
+// The grid is fixed and nothing is known to the host, so the launch can be part of a graph. A box of
+// X may reach into the rows of the next expert: their sums are not stored. CTAs share no operands
+// and do not split K, so the order in which an output's terms are added does not depend on how many
+// rows its expert has.
 
 #define GROUPED 1
 #include "tiled_gemm.cu"

@@ -84,9 +84,9 @@ struct Tiles : TileSlot {
 
 // The same by the W producer, a whole warp, which finds the tiles.
 //
-// A tier's tiles are numbered expert by expert, then along W, then along X: tiles with the same
-// rows of W are computed side by side, and W is read from L2 but once. A lane knows the tiles of one
-// of 32 experts.
+// A tier's tiles are numbered expert by expert, then along W, then along X: CTAs compute tiles with
+// the same rows of W at the same time, so that W comes from HBM once. A lane knows one of 32
+// experts.
 struct TileScheduler : Tiles {
   __device__ __forceinline__ TileScheduler(const TiledGemmArgs& args, const Place& place)
       : Tiles(args, place), number(place.cluster) {}
