@@ -41,13 +41,9 @@ TILED_MAX_ROWS = 4096  # rows of X in one launch
 TILED_X_TILES = (8, 16, 24, 32)  # kernel variants by tiles of 8 rows of X per warpgroup
 TILED_PORTABLE_X_TILES = (8,)  # variants for GPUs without wgmma
 TILED_WIDE_TILES = (12, 24, 28)  # variants of 64 rows of X by this many tiles of 8 rows of W
-# Of these, the ones whose accumulators fit the registers of a thread where W has units.
-TILED_UNITS_X_TILES = (8, 16, 24)
-TILED_UNITS_WIDE_TILES = (12,)
 TILED_MAX_STAGES = 13
 TILED_UNIT_STAGES = 3  # of the ring from which units of W are expanded
 TILED_THREADS = 128 * (WARPGROUPS + 1)  # per CTA: warpgroups that multiply, one that copies
-TILED_UNITS_THREADS = 128 * (WARPGROUPS + 2)  # where W has units: more warps, which expand them
 TILED_PASS_TILES = 4  # accumulator tiles of a warp in one block of outputs in shared memory
 TILED_MIN_OUTPUT_BLOCKS = 3  # minimum of such blocks per warp
 
@@ -90,7 +86,6 @@ CUDA_CONSTANTS = {
     "TILED_MAX_STAGES": TILED_MAX_STAGES,
     "TILED_UNIT_STAGES": TILED_UNIT_STAGES,
     "TILED_THREADS": TILED_THREADS,
-    "TILED_UNITS_THREADS": TILED_UNITS_THREADS,
     "TILED_PASS_TILES": TILED_PASS_TILES,
     "TILED_MIN_OUTPUT_BLOCKS": TILED_MIN_OUTPUT_BLOCKS,
     "ATTENTION_MAX_STAGES": ATTENTION_MAX_STAGES,

@@ -7,7 +7,7 @@
 //       the first tile by the number of the CTA in its tier, each further one from a counter
 //       tell the CTA's other warps, through a queue in shared memory
 //       copy the tile's row blocks of W
-//   X producer warp, consumers, warps that expand units: as in tiled_gemm.cu, tiles from the queue
+//   X producer warp, consumers: as in tiled_gemm.cu, tiles from the queue
 //
 // The grid is fixed and nothing is known to the host, so the launch can be part of a graph. A box of
 // X may reach into the rows of the next expert: their sums are not stored. CTAs share no operands

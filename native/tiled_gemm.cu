@@ -8,7 +8,7 @@
 //         if the tier has a congestion window: wait until fewer than `window` stages are in flight
 //         wait until the stage is empty in all CTAs that share it
 //         copy the tile's row blocks of W, multicast to the CTAs along X
-//         (W of 4 or 8 bits: into a ring of units, from which six warps expand it into the stage)
+//         (W of 4 or 8 bits: into a ring of units, from which consumers expand it)
 //     X producer warp:
 //       wait for the predecessor kernel (PDL): it wrote X
 //       for the same stages: wait until empty; copy X by TMA, multicast to the CTAs along W
@@ -39,9 +39,11 @@ __device__ __forceinline__ void sync_cluster() {
   ptx::cluster_wait();
 }
 
-// By a warpgroup that has nothing to multiply in a tile: releases the tile's stages.
-__device__ __forceinline__ void release_all(int count, const Ring& ring, RingPosition& stage) {
-  for (; count > 0; count--) {
+// By a warpgroup that has nothing to multiply in a tile: releases the tile's stages, and units.
+__device__ __forceinline__ void release_all(const Tiles& tile, const Ring& ring, RingPosition& stage,
+                                            UnitReader& units) {
+  for (int left = tile.k_end - tile.k; left > 0; left--) {
+    units.pass(tile, tile.k_end - left);
     wait_barrier(ring.full_barrier[stage.stage], stage.parity);
     ring.release(ring.empty_barrier[stage.stage]);
     stage.advance(ring.stages);
@@ -62,7 +64,7 @@ __device__ __forceinline__ void store_outputs(const TiledGemmArgs& args, From& f
 // The consumers.
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
                                         const Place& place, const SegmentBarriers& barriers,
-                                        int warpgroup) {
+                                        UnitReader units, int warpgroup) {
   OutputBlocks blocks(args);
   RingPosition stage;
   SegmentParities parities;
@@ -72,7 +74,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     if (tile.first()) wait_for_input(args);
     const WarpgroupTile part(args, tile, warpgroup);
     if (!part.exists()) {
-      release_all(tile.k_end - tile.k, ring, stage);
+      release_all(tile, ring, stage, units);
       if (splits_k(args)) {
         SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
         reduction.drain();
@@ -80,7 +82,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       }
       continue;
     }
-    const uint32_t w_offset = (part.row_block - tile.row_block) * kAtomBytes,
+    [[maybe_unused]] const uint32_t w_offset = (part.row_block - tile.row_block) * kAtomBytes,
                    x_offset = (part.n - tile.n) * kAtomK * 2;
     const TileEpilogue epilogue(args, part, blocks, tile.stores_partial, first_pass(args, place));
     Accumulators acc;
@@ -90,6 +92,31 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #if WGMMA  // wgmma is asynchronous: a stage is released when the next stage's products have started
     uint32_t empty_before = 0;  // the barrier of the stage before
 #endif
+#if CODE
+    // Tensor cores read one set of fragments while the other is computed.
+    Fragments fragments[2];
+    const auto multiply_stage = [&](int k, Fragments& own) {
+      units.read(tile, k, part.row_block + threadIdx.x % kWarpgroup / 32 * 2, own);
+      wait_barrier(ring.full_barrier[stage.stage], stage.parity);
+      own.multiply(ring.smem_x(stage.stage) + x_offset, acc);
+#if WGMMA
+      wait_but_for_last();
+      if (empty_before) ring.release(empty_before);
+      empty_before = ring.empty_barrier[stage.stage];
+#else
+      ring.release(ring.empty_barrier[stage.stage]);
+#endif
+      stage.advance(ring.stages);
+    };
+    int k = tile.k;
+    // Without a branch inside: the compiler would let all products end before it computes fragments.
+#pragma unroll 1
+    for (; k + 1 < tile.k_end; k += 2) {
+      multiply_stage(k, fragments[0]);
+      multiply_stage(k + 1, fragments[1]);
+    }
+    if (k < tile.k_end) multiply_stage(k, fragments[0]);
+#else
 #pragma unroll 1
     for (int left = tile.k_end - tile.k; left > 0; left--) {
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
@@ -105,6 +132,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #endif
       stage.advance(ring.stages);
     }
+#endif
 #if WGMMA
     wait_for(acc);
     if (empty_before) ring.release(empty_before);
@@ -145,10 +173,8 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #if GROUPED
   if (threadIdx.x == kConsumers + 64) tile_queue().initialize();
 #endif
-#if CODE
-  uint64_t* const unit_barriers = barriers + 2 * kMaxStages + SegmentBarriers::kCount;
-  if (warp == kConsumerWarps) UnitRing(args, place, ring, unit_barriers).initialize();
-#endif
+  const UnitRing unit_ring(args, place, ring, barriers + 2 * kMaxStages + SegmentBarriers::kCount);
+  if (warp == kConsumerWarps) unit_ring.initialize();
   __syncthreads();
   // No CTA may arrive at another's barrier before that is initialised. CTAs that share stages do so
   // at once; those that split K only when they reduce, and wait for each other there.
@@ -161,23 +187,20 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #if WGMMA
     ptx::setmaxnreg_inc<kConsumerRegisters>();
 #endif
-    consume(args, ring, place, segment_barriers, warp / (kWarpgroup / 32));
+    consume(args, ring, place, segment_barriers, UnitReader{unit_ring}, warp / (kWarpgroup / 32));
   } else {
 #if WGMMA
     ptx::setmaxnreg_dec<kProducerRegisters>();
 #endif
     if (warp == kConsumerWarps) {
 #if CODE
-      copy_units(args, UnitRing(args, place, ring, unit_barriers), place);
+      copy_units(args, unit_ring, place);
 #else
       produce_w(args, ring, place, segment_barriers);
 #endif
     } else if (warp == kConsumerWarps + 1) {
       produce_x(args, ring, place, segment_barriers);
     } else {
-#if CODE
-      expand_units(args, ring, UnitRing(args, place, ring, unit_barriers), place, segment_barriers);
-#endif
       wait_for_input(args);
     }
     __syncwarp();

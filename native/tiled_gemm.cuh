@@ -12,22 +12,19 @@ constexpr bool kGrouped = GROUPED;
 static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
 static_assert(TILES % (WIDE ? 4 : 8) == 0 && TILES <= 32, "at most 256 rows a warpgroup");
 
-constexpr int kTiledThreads = kHasUnits ? TILED_UNITS_THREADS : TILED_THREADS;
-constexpr int kProducers = kTiledThreads - kConsumers;
-static_assert(kProducers % kWarpgroup == 0, "registers are given from warpgroup to warpgroup");
+constexpr int kTiledThreads = TILED_THREADS;
+static_assert(kTiledThreads == kConsumers + kWarpgroup, "consumers, and a warpgroup of producers");
 constexpr int kConsumerWarps = kConsumers / 32;
 constexpr bool kClusters = CLUSTERS && !kGrouped;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers. A CTA that wanted more than its launch
 // got would wait for them forever.
-constexpr int kProducerRegisters = kHasUnits || kGrouped ? 48 : 40;
-constexpr int kConsumerRegisters = kHasUnits ? 208 : kGrouped ? 224 : 232;
+constexpr int kProducerRegisters = !kGrouped ? 40 : kHasUnits ? 56 : 48;
+constexpr int kConsumerRegisters = !kGrouped ? 232 : kHasUnits ? 216 : 224;
 constexpr int kLaunchRegisters = 65536 / kTiledThreads / 8 * 8;
-static_assert(kProducerRegisters * kProducers + kConsumerRegisters * kConsumers <=
+static_assert(kProducerRegisters * kWarpgroup + kConsumerRegisters * kConsumers <=
               kLaunchRegisters * kTiledThreads);
 
-// Where W has units, the producers that copy nothing expand them.
-constexpr int kExpanders = kProducers / 32 - 2;
 constexpr int kUnitStages = kHasUnits ? TILED_UNIT_STAGES : 0;
 
 // How a tier's own clusters compute its row blocks. A cluster's tile consists of its CTAs' tiles.

@@ -4,7 +4,7 @@
 #include "tiled_staging.cuh"
 
 // Shared memory: blocks of outputs, units of W if it has any (tiled_units.cuh), then stages, each W
-// [row blocks][8 rows][128 bytes] and X [rows][128 bytes], 64 columns of both. CTAs that share W or
+// [row blocks][8 rows][128 bytes], without units, and X [rows][128 bytes], 64 columns of both. CTAs that share W or
 // X fill each other's stages by multicast, so a stage is empty when the consumers of all of them
 // have released it.
 struct Ring {
@@ -21,7 +21,7 @@ struct Ring {
         smem_first(in_register(ptx::smem_address(smem)) +
                    kConsumerWarps * args.output_blocks * kBlockBytes + ring_of_units(tier)),
         stages(tier.stages),
-        w_bytes(tier.tile_row_blocks * kAtomBytes),
+        w_bytes(kHasUnits ? 0 : tier.tile_row_blocks * kAtomBytes),
         stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
         sharers(place.sharers),
         first_sharer(place.first_sharer) {}
@@ -30,7 +30,7 @@ struct Ring {
   __device__ __forceinline__ void initialize(int warp) const {
 #pragma unroll 1
     for (int i = warp; i < stages; i += kTiledThreads / 32) {
-      ptx::mbarrier_init(full_barrier[i], kHasUnits ? 1 + kExpanders * kArrivalsOfWarp : 2);
+      ptx::mbarrier_init(full_barrier[i], kHasUnits ? 1 : 2);
       ptx::mbarrier_init(empty_barrier[i],
                          kConsumerWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     }

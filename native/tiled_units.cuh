@@ -1,13 +1,15 @@
-// W of 4 or 8 bits in the tiled GEMM: its producer copies units into a ring of their own, and six
-// warps expand them into the stages, as the 16-bit atoms that consumers read from shared memory.
+// W of 4 or 8 bits in the tiled GEMM: its producer copies units into a ring of their own, from which
+// the warps that multiply expand them, into the registers from which tensor cores read W.
 //
-//   W producer --copy--> [ units ] [ units ] ... --> six warps: expand, scale --> [ W | X ] ...
+//   W producer --copy--> [ units ] [ units ] ... --> consumers: expand, scale; acc += W X^T
+//   X producer --copy--> [ X ] [ X ] ...         -->
 //
-// So a weight is expanded once for all rows of X of the CTA, while consumers multiply, and they need
-// no registers for it. Two warps alone would take longer than the products. The ring of units lies
-// before the stages.
+// So shared memory, which limits the products of 16 bits, is read once for W, and as few bytes as W
+// has. A stage's fragments are computed while tensor cores multiply those of the stage before. The
+// ring of units lies before the stages, which have X alone.
 #pragma once
 
+#include "gemm_multiply.cuh"
 #include "tiled_producer.cuh"
 #include "units.cuh"
 
@@ -16,7 +18,7 @@
 // The ring of units of a CTA, and its barriers. CTAs along X fill each other's by multicast.
 struct UnitRing {
   Barriers full_barrier;   // [kUnitStages]: the units have landed
-  Barriers empty_barrier;  // [kUnitStages]: the warps that expand have read them, in all sharers
+  Barriers empty_barrier;  // [kUnitStages]: all consumer warps of all sharers have read them
   uint32_t offset;         // in shared memory
   int stage_bytes;
   int sharers, first_sharer;
@@ -35,7 +37,7 @@ struct UnitRing {
     if (threadIdx.x % 32) return;
     for (int i = 0; i < kUnitStages; i++) {
       ptx::mbarrier_init(full_barrier[i], 1);
-      ptx::mbarrier_init(empty_barrier[i], kExpanders * (sharers > 1 ? sharers : kArrivalsOfWarp));
+      ptx::mbarrier_init(empty_barrier[i], kConsumerWarps * (sharers > 1 ? sharers : kArrivalsOfWarp));
     }
     ptx::fence_mbarrier_init();
   }
@@ -43,7 +45,7 @@ struct UnitRing {
   __device__ __forceinline__ const uint8_t* unit(int stage, int row_block) const {
     return smem + (offset + stage * stage_bytes + row_block * kUnitBytes);
   }
-  // By a warp that expands: it has read a stage.
+  // By a consumer warp: it has read a stage.
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
     if (sharers == 1) {
@@ -105,30 +107,101 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
   }
 }
 
-// The warps that expand, row blocks in turn.
-__device__ __forceinline__ void expand_units(const TiledGemmArgs& args, const Ring& ring,
-                                             const UnitRing& units, const Place& place,
-                                             const SegmentBarriers& barriers) {
-  const int warp = threadIdx.x / 32 - (kConsumerWarps + 2), lane = threadIdx.x % 32;
-  RingPosition fill, unit;
-  for (Tiles tile(args, place); tile.next();) {
-#pragma unroll 1
-    for (int k = tile.k; k < tile.k_end; k++) {
-      if (begins_unit(tile, k)) wait_barrier(units.full_barrier[unit.stage], unit.parity);
-      wait_barrier(ring.empty_barrier[fill.stage], fill.parity ^ 1);
-      const uint32_t to = ring.smem_w(fill.stage);
-#pragma unroll 2
-      for (int i = warp; i < tile.row_blocks; i += kExpanders)
-        Pairs(units.unit(unit.stage, i), k % kUnitAtoms, lane).store(to + i * kAtomBytes, lane);
-      ptx::fence_proxy_async();  // before wgmma reads the stage
-      __syncwarp();
-      if (arrives_for_warp()) ptx::mbarrier_arrive(ring.full_barrier[fill.stage]);
-      fill.advance(ring.stages);
-      if (!ends_unit(tile, k)) continue;
-      units.release(unit.stage);
-      unit.advance(kUnitStages);
+// The fragments of W of a warp for 64 columns: four products of 16 columns, and for each what
+// ptx::wgmma and ptx::mma take of two row blocks, `top` and `bottom` in shared memory.
+struct Fragments {
+  uint32_t of[4][4];
+
+  __device__ __forceinline__ void expand(const uint8_t* top, const uint8_t* bottom, int atom) {
+    const int lane = opaque_lane();
+    RowScales scales[2];
+    Codes<4> codes[2];
+    scales[0].load(top, atom, lane / 4), scales[1].load(bottom, atom, lane / 4);
+    codes[0].load(top, atom, 0, lane), codes[1].load(bottom, atom, 0, lane);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        uint32_t pairs[2];
+        codes[i].expand(step, scales[i], pairs);
+        of[step][i] = scaled(pairs[0], scales[i], step);
+        of[step][2 + i] = scaled(pairs[1], scales[i], step);
+      }
     }
-    wait_for_reduction(args, tile, barriers);
   }
-}
+
+  // acc += W X^T for 64 columns of X at a shared address. With wgmma it only starts.
+  __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc) const {
+#if WGMMA
+    const uint64_t b = ptx::matrix_descriptor(x);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++)
+      ptx::wgmma(acc.tile[0], of[step], b + 2 * step, true, Element());
+    ptx::wgmma_commit();
+#else
+    const int lane = threadIdx.x % 32;
+    x += lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);  // as in gemm_multiply.cuh
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, (x ^ 64 * half) + tile * 8 * 128);
+#pragma unroll
+        for (int step = 0; step < 2; step++)
+          ptx::mma(acc.tile[0][2 * tile], acc.tile[0][2 * tile + 1], of[2 * half + step],
+                   b[2 * step], b[2 * step + 1], Element());
+      }
+    }
+#endif
+  }
+};
+
+// A consumer warp's way through the ring of units.
+struct UnitReader {
+  const UnitRing& ring;
+  RingPosition unit;
+
+  // The fragments of a tile's atom `k` along K for row blocks `row_block` and `row_block` + 1.
+  __device__ __forceinline__ void read(const Tiles& tile, int k, int row_block, Fragments& to) {
+    wait(tile, k);
+    // Warps without row blocks compute what is not stored.
+    const int first = row_block - tile.row_block, last = tile.row_blocks - 1;
+    to.expand(ring.unit(unit.stage, min(first, last)), ring.unit(unit.stage, min(first + 1, last)),
+              k % kUnitAtoms);
+    release(tile, k);
+  }
+  // The same for a tile of which the warp has nothing.
+  __device__ __forceinline__ void pass(const Tiles& tile, int k) {
+    wait(tile, k);
+    release(tile, k);
+  }
+
+ private:
+  __device__ __forceinline__ void wait(const Tiles& tile, int k) const {
+    if (begins_unit(tile, k)) wait_barrier(ring.full_barrier[unit.stage], unit.parity);
+  }
+  __device__ __forceinline__ void release(const Tiles& tile, int k) {
+    if (!ends_unit(tile, k)) return;
+    ring.release(unit.stage);
+    unit.advance(kUnitStages);
+  }
+};
+#else
+
+// W of 16 bits has no units.
+struct UnitRing {
+  template <class... Args>
+  __device__ __forceinline__ explicit UnitRing(const Args&...) {}
+  __device__ __forceinline__ void initialize() const {}
+};
+struct Fragments {};
+struct UnitReader {
+  const UnitRing& ring;
+
+  __device__ __forceinline__ void read(const Tiles&, int, int, Fragments&) const {}
+  __device__ __forceinline__ void pass(const Tiles&, int) const {}
+};
+
 #endif

@@ -165,13 +165,28 @@ DEFINE_WGMMA("bf16", __nv_bfloat16)
                : __VA_ARGS__                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)))
 
-// wgmma: acc = A B^T, or with `adds` acc += A B^T, for 64 rows of B.
+// wgmma: acc = A B^T, or with `adds` acc += A B^T, for 64 to 256 rows of B.
 // wgmma_trans: acc += A B for 64 or 128 columns of B, given by matrix_descriptor_trans().
 #define DEFINE_WGMMA_REGISTERS(type, Element)                                                 \
   __device__ __forceinline__ void wgmma(float2(&acc)[16], const uint32_t (&a)[4], uint64_t b, \
                                         bool adds, Element) {                                 \
     WGMMA_REGISTERS_ASM("64", type, WGMMA_32, "%32, %33, %34, %35", "36", "37", "0",          \
                         WGMMA_8_ACC(0));                                                      \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&acc)[32], const uint32_t (&a)[4], uint64_t b, \
+                                        bool adds, Element) {                                 \
+    WGMMA_REGISTERS_ASM("128", type, WGMMA_64, "%64, %65, %66, %67", "68", "69", "0",         \
+                        WGMMA_16_ACC(0));                                                     \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&acc)[48], const uint32_t (&a)[4], uint64_t b, \
+                                        bool adds, Element) {                                 \
+    WGMMA_REGISTERS_ASM("192", type, WGMMA_96, "%96, %97, %98, %99", "100", "101", "0",       \
+                        WGMMA_16_ACC(0), WGMMA_8_ACC(16));                                    \
+  }                                                                                           \
+  __device__ __forceinline__ void wgmma(float2(&acc)[64], const uint32_t (&a)[4], uint64_t b, \
+                                        bool adds, Element) {                                 \
+    WGMMA_REGISTERS_ASM("256", type, WGMMA_128, "%128, %129, %130, %131", "132", "133", "0",  \
+                        WGMMA_16_ACC(0), WGMMA_16_ACC(16));                                   \
   }                                                                                           \
   __device__ __forceinline__ void wgmma_trans(float2(&acc)[16], const uint32_t (&a)[4],       \
                                               uint64_t b, Element) {                          \

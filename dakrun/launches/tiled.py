@@ -95,8 +95,8 @@ def shapes(
 ) -> tuple[Shape, ...]:
     """Shapes for tiers on all SMs; with `segments` only those with as many segments of K."""
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
-    units, warpgroups = unit_atoms(atom_bytes) > 1, range(1, WARPGROUPS + 1)
-    plain = itertools.product(x_tiles(wgmma=card.has_wgmma, units=units), warpgroups, sharing)
+    plain = itertools.product(x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1), sharing)
+    units = unit_atoms(atom_bytes) > 1
     wide = itertools.product(wide_tiles(wgmma=card.has_wgmma, units=units), sharing)
     every = itertools.chain(
         (Shape(tiles, groups, w_ctas, 1, k_ctas) for tiles, groups, (w_ctas, k_ctas) in plain),
@@ -160,8 +160,7 @@ class RemotePart:
         """Shapes whose clusters hold all rows of X, or as many as they can."""
         card = self.card
         limit = 1 << (card.max_cluster // self.segments).bit_length() - 1 if card.multicast else 1
-        units = unit_atoms(self.atom_bytes) > 1
-        every = x_tiles(wgmma=card.has_wgmma, units=units)
+        every = x_tiles(wgmma=card.has_wgmma)
         for tiles, groups in itertools.product(every, range(1, WARPGROUPS + 1)):
             shape = Shape(tiles, groups, k_ctas=self.segments, atom_bytes=self.atom_bytes)
             x_ctas = 1 << (ceil_div(self.n, shape.rows) - 1).bit_length()

@@ -16,8 +16,6 @@ from dakrun.geometry import (
     TILED_PASS_TILES,
     TILED_PORTABLE_X_TILES,
     TILED_UNIT_STAGES,
-    TILED_UNITS_WIDE_TILES,
-    TILED_UNITS_X_TILES,
     TILED_WIDE_TILES,
     TILED_X_TILES,
     WARPGROUPS,
@@ -41,7 +39,7 @@ ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
 STAGE_CYCLES = 360  # the whole stage, at least: its issue
 LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
-EXPAND_CYCLES = 36  # expanding an 8 x 64 tile of a W of fewer bits, by six warps
+EXPAND_CYCLES = 300  # expanding a stage of a W of fewer bits
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
@@ -60,18 +58,17 @@ CLUSTER_SYNC_CYCLES = 800  # wait for the CTAs that share X
 LAUNCH_CYCLES = 6000  # predecessor's end to the first product, besides START_CYCLES
 
 
-def x_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
-    """Kernel variants, by tiles of 8 rows of X of a warpgroup; `units`: W has units."""
-    if not wgmma:
-        return TILED_PORTABLE_X_TILES
-    return TILED_UNITS_X_TILES if units else TILED_X_TILES
+def x_tiles(*, wgmma: bool) -> tuple[int, ...]:
+    """Kernel variants, with wgmma or without, by tiles of 8 rows of X of a warpgroup."""
+    return TILED_X_TILES if wgmma else TILED_PORTABLE_X_TILES
 
 
 def wide_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
-    """Variants for wide shapes, by tiles of 8 rows of W of a warpgroup; `units`: W has units."""
-    if not wgmma:
-        return ()
-    return TILED_UNITS_WIDE_TILES if units else TILED_WIDE_TILES
+    """Variants for wide shapes, by tiles of 8 rows of W of a warpgroup.
+
+    None if W has `units`: tensor cores take them from registers, but here W from shared memory.
+    """
+    return TILED_WIDE_TILES if wgmma and not units else ()
 
 
 def beside(card: Card, clusters: int, ctas: int) -> Card:
@@ -158,11 +155,11 @@ class Shape:
         return sizes[bisect.bisect_left(sizes, -fewest, key=lambda size: -waves(size))]
 
     def stage_bytes(self, row_blocks: int) -> int:
-        """Bytes of a stage: 64 columns of `row_blocks` of W, and of X, of 16 bits."""
-        return ATOM_BYTES * (row_blocks + self.cta_x_tiles)
+        """Bytes of a stage: 64 columns of `row_blocks` of W, without units, and of X."""
+        return ATOM_BYTES * ((0 if self.has_units else row_blocks) + self.cta_x_tiles)
 
     def units_bytes(self, row_blocks: int) -> int:
-        """Bytes of the ring of units, from which a W of fewer bits is expanded into stages."""
+        """Bytes of the ring of units of a W of fewer bits."""
         if not self.has_units:
             return 0
         return X_ALIGN * ceil_div(TILED_UNIT_STAGES * self.copy_bytes * row_blocks, X_ALIGN)
@@ -183,6 +180,8 @@ class Shape:
 
     def overread_bytes(self, row_blocks: int) -> int:
         """Bytes that a warpgroup, which multiplies whole groups, reads behind the last stage."""
+        if self.has_units:
+            return 0
         whole = ceil_div(row_blocks, self.group_row_blocks) * self.group_row_blocks
         return max(0, ATOM_BYTES * (whole - row_blocks - self.cta_x_tiles))
 
@@ -321,12 +320,13 @@ def tiles_cycles(
     along_x = min(WARPGROUPS // shape.row_groups, ceil_div(n, ROWS_PER_BLOCK * shape.x_tiles))
     groups = ceil_div(tile_row_blocks, shape.group_row_blocks) * along_x
     x_tiles = min(along_x * shape.x_tiles, ceil_div(n, ROWS_PER_BLOCK))
-    landed = tile_row_blocks + x_tiles
+    w_size = shape.atom_bytes / ATOM_BYTES
+    landed = w_size * tile_row_blocks + x_tiles
     # With mma.sync each warp of a warpgroup reads X; with wgmma they read it together.
     x_reads = 1 if card.has_wgmma else GROUP_WARPS
-    shared = SHARED_CYCLES * (landed + groups * (TILE_ROW_BLOCKS + x_reads * shape.tiles))
+    shared = SHARED_CYCLES * (landed + groups * (w_size * TILE_ROW_BLOCKS + x_reads * shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
-    expands = EXPAND_CYCLES * tile_row_blocks if shape.has_units else 0
+    expands = EXPAND_CYCLES if shape.has_units else 0
     stage = max(
         STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands, expands
     )

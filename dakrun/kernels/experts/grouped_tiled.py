@@ -6,7 +6,7 @@ Knows operands and a launch configuration, neither a router nor a plan.
 import torch
 
 from dakrun.config import Activation
-from dakrun.geometry import MAX_TIERS, ROWS_PER_BLOCK, TILED_THREADS, TILED_UNITS_THREADS
+from dakrun.geometry import MAX_TIERS, ROWS_PER_BLOCK, TILED_THREADS
 from dakrun.kernels.gemm.packed_matrix import packed_matrix
 from dakrun.kernels.gemm.splitk import ACTIVATIONS
 from dakrun.kernels.gemm.tiled import (
@@ -108,8 +108,7 @@ def grouped_tiled_gemm(
     args.tiers[:] = _tiers(ceil_div(n, experts), weight, launch)
     macros = defines(weight.dtype, shape.tiles, wide=shape.wide)
     kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
-    threads = TILED_UNITS_THREADS if shape.has_units else TILED_THREADS
-    kernel.launch(launch.ctas, threads, args, shared_bytes=launch.shared_bytes, pdl=pdl)
+    kernel.launch(launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, pdl=pdl)
     return out
 
 

@@ -16,7 +16,6 @@ from dakrun.geometry import (
     ROWS_PER_BLOCK,
     TILED_MAX_ROWS,
     TILED_THREADS,
-    TILED_UNITS_THREADS,
     TILED_X_TILES,
     WARPGROUPS,
     unit_atoms,
@@ -163,9 +162,8 @@ def tiled_gemm(
         args.tiers[:] = _tiers(n, weight, launch)
         macros = defines(weight.dtype, shape.tiles, wide=shape.wide)
         kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
-        threads = TILED_UNITS_THREADS if shape.has_units else TILED_THREADS
         kernel.launch(
-            launch.ctas, threads, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
+            launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
             pdl=pdl or order == AFTER_REMOTE,
         )  # fmt: skip
         args.partials += launch.partial_bytes
@@ -236,7 +234,7 @@ def all_defines(
 ) -> list[dict[str, int]]:
     """Macros of all kernel variants, with wgmma or without, the longest to compile first."""
     units = unit_atoms(format.atom_bytes) > 1
-    plain = ((tiles, False) for tiles in x_tiles(wgmma=wgmma, units=units))
+    plain = ((tiles, False) for tiles in x_tiles(wgmma=wgmma))
     wide = ((tiles, True) for tiles in wide_tiles(wgmma=wgmma, units=units))
     return [
         {**defines(dtype, tiles, wide=is_wide), **format.macros}
