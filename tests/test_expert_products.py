@@ -13,9 +13,11 @@ from dakrun.config import Routing
 from dakrun.formats import Split
 from dakrun.geometry import ATOM_BYTES, SPLITK_MAX_ROWS
 from dakrun.hardware import Card
+from dakrun.kernels import normalize
 from dakrun.kernels.experts import dispatch
 from dakrun.kernels.experts import reference as plain
 from dakrun.kernels.experts.dispatch import ExpertProducts
+from dakrun.kernels.runtime import capture, card_of
 from dakrun.launches import (
     TierAccess,
     expert_buffer_bytes,
@@ -24,6 +26,7 @@ from dakrun.launches import (
     grouped_config,
     grouped_tiles,
 )
+from dakrun.memory.matrix import TieredMatrix
 
 ROUTING = Routing(experts=6, top_k=2)
 HIDDEN, FFN = 64, 24
@@ -82,6 +85,55 @@ def test_rows_in_chunks_are_as_rows_together(
     )  # fmt: skip
     others = [row for row in range(n) if row != 4]
     torch.testing.assert_close(found[0][others], wanted[others], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 8, 64])
+def test_a_graph_replays_what_the_router_chooses_then(n: int) -> None:
+    """Through several layers in two tiers, whose launches overlap."""
+    layers, experts, hidden, ffn, device = 5, 32, 1024, 384, "cuda:0"
+    rule, dtype = Routing(experts=experts, top_k=4), torch.bfloat16
+    card = card_of(torch.device(device))
+    generator = torch.Generator(device).manual_seed(n)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    def matrix(m: int, k: int) -> TieredMatrix:
+        count = experts * m // 8
+        splits = expert_splits(
+            (count - count // 3, count // 3), expert_row_blocks=m // 8, top_k=4, card=card
+        )
+        return packed((random(experts * m, k) * k**-0.5).to(dtype), splits)
+
+    routers = [random(experts, hidden) for _ in range(layers)]
+    ups = [matrix(2 * ffn, hidden) for _ in range(layers)]
+    downs = [matrix(hidden, ffn) for _ in range(layers)]
+    run = ExpertProducts(n, rule, hidden, ffn, torch.empty(0, dtype=dtype, device=device), card)
+    lengths = torch.zeros(n, dtype=torch.int32, device=device)
+    accesses = (TierAccess(), TierAccess(sms=8, window_bytes=256 * 1024))
+    x = random(n, hidden).to(dtype)
+
+    def forward() -> None:
+        for router, up, down in zip(routers, ups, downs, strict=True):
+            normed = normalize(x, torch.empty_like(x), "rms", eps=1e-6, pdl=True, pad_grid=True)
+            choices = run.route(normed, router, None, lengths)
+            run.down(run.gate_up(normed, choices, up, accesses), choices, down, accesses, x)
+
+    forward()
+    graph = capture(forward, torch.cuda.graph_pool_handle())
+    for _ in range(20):
+        given = random(n, hidden).to(dtype)
+        found = []
+        for launch in (forward, graph.replay, graph.replay):
+            torch.cuda.synchronize()
+            run._inner.fill_(torch.nan)
+            run._sums.partials.fill_(torch.nan)
+            x.copy_(given)
+            launch()
+            found.append(x.clone())
+        assert found[0].isfinite().all()
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @given(st.integers(1, 5000))

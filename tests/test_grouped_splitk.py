@@ -162,36 +162,37 @@ def test_an_expert_with_more_rows_than_tiles_reads_its_matrix_again(
 ) -> None:
     choices = [[0, 3] if row % 3 else [3, 1] for row in range(40)]
     matrix = matrix_of(4, 16, 136, (5, 3), kernel_device)
-    config = config_of(matrix, routed(choices, 4, kernel_device), 8 * tiles)
-    change = {"x_tiles": tiles}
-    if tiles < config.x_tiles:
-        pytest.skip("the ring is for more rows of X")
-    found, exact = run(choices, matrix, 4, kernel_device, **change)
+    found, exact = run(choices, matrix, 4, kernel_device, x_tiles=tiles)
     assert error(found, exact) < 1e-3
 
 
 @pytest.mark.parametrize("run", [gated, added])
-def test_a_row_does_not_depend_on_the_others(run: Any, kernel_device: str) -> None:
+def test_local_ctas_read_a_tier_without_ctas(run: Any, kernel_device: str) -> None:
+    choices = random_choices(9, 6, 2)
+    matrix = matrix_of(6, 80, 200, (20, 15, 25), kernel_device)
+    wanted, _ = run(choices, matrix, 6, kernel_device)
+    ctas = config_of(matrix, routed(choices, 6, kernel_device), 9).tier_ctas
+    for change in ((ctas[0] + 1, 0, ctas[2]), (sum(ctas), 0, 0)):
+        assert run(choices, matrix, 6, kernel_device, tier_ctas=change)[0].equal(wanted)
+
+
+def test_a_row_does_not_depend_on_the_others(kernel_device: str) -> None:
     """With the same tiles of X."""
     choices = random_choices(7, 6, 2)
     matrix = matrix_of(6, 80, 200, (41, 19), kernel_device)
-    together, _ = run(choices, matrix, 6, kernel_device)
-    few, _ = run([choices[0], *[[]] * 6], matrix, 6, kernel_device)
-    if run is added:
-        pytest.skip("weights differ")
-    pairs = sorted((e, row) for row, own in enumerate(choices) for e in own)
-    own = [number for number, (_, row) in enumerate(pairs) if row == 0]
-    assert few.equal(together[own])
+    together, _ = gated(choices, matrix, 6, kernel_device)
+    alone, _ = gated([choices[0], *[[]] * 6], matrix, 6, kernel_device)
+    pairs = sorted((expert, row) for row, own in enumerate(choices) for expert in own)
+    assert alone.equal(together[[number for number, (_, row) in enumerate(pairs) if row == 0]])
 
 
 def test_experts_that_no_row_chose_are_not_read(kernel_device: str) -> None:
-    if kernel_device != "cpu":
-        pytest.skip("where they lie is known")
+    """NaN in them changes nothing."""
     matrix = matrix_of(6, 48, 128, (20, 16), kernel_device)
     wanted, _ = gated([[1, 4]], matrix, 6, kernel_device)
     rows = torch.full((6, 48, 128), math.nan, dtype=HALF)
     rows[[1, 4]] = matrix.dense().view(6, 48, 128)[[1, 4]]
-    poisoned = packed(rows.view(-1, 128), [part.split for part in matrix.parts])
+    poisoned = packed(rows.view(-1, 128).to(kernel_device), [part.split for part in matrix.parts])
     assert gated([[1, 4]], poisoned, 6, kernel_device)[0].equal(wanted)
 
 

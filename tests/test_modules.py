@@ -24,6 +24,7 @@ from dakrun.models import (
     known_model,
 )
 from dakrun.models.llama import gated, llama
+from dakrun.models.modules import HeadOrder
 from dakrun.plan import Policy
 
 NAME = "llama-gqa3-tied"
@@ -137,3 +138,21 @@ def test_rows_of_gates_alternate_with_those_behind_them() -> None:
     ]
     halves = Operand("halves", (a,), interleaved=True)
     assert halves.request(slice(8, 16), for_kernels=True) == [(a, slice(4, 8)), (a, slice(12, 16))]
+
+
+@pytest.mark.parametrize(("size", "rotated", "rows"), [(8, 4, 24), (80, 40, 160), (64, 16, 128)])
+def test_rows_that_rope_rotates_together_are_half_a_head_apart(
+    size: int, rotated: int, rows: int
+) -> None:
+    """In the order for kernels, of any range of row blocks; rows behind the heads stay."""
+    order = HeadOrder(rows, size, rotated)
+    found = [row for run in order.runs(slice(0, rows + 8)) for row in range(run.start, run.stop)]
+    assert sorted(found) == list(range(rows + 8)) and found[rows:] == [*range(rows, rows + 8)]
+    for head in range(0, rows, size):
+        for i in range(rotated // 2):
+            assert found[head + i] == head + i
+            assert found[head + i + size // 2] == head + i + rotated // 2
+    for start in range(0, rows, 8):
+        some = order.runs(slice(start, start + 16))
+        got = [row for run in some for row in range(run.start, run.stop)]
+        assert got == (found + [*range(rows + 8, rows + 16)])[start : start + 16]
