@@ -155,4 +155,4 @@ def test_rows_that_rope_rotates_together_are_half_a_head_apart(
     for start in range(0, rows, 8):
         some = order.runs(slice(start, start + 16))
         got = [row for run in some for row in range(run.start, run.stop)]
-        assert got == (found + [*range(rows + 8, rows + 16)])[start : start + 16]
+        assert got == [*found, *range(rows + 8, rows + 16)][start : start + 16]
