@@ -14,7 +14,7 @@ static_assert(!kHasUnits || TILES <= 2, "units: at most 16 rows of X at a time")
 
 // Atoms along K of a stage, at most. Rows of X in a stage have 16 bytes of padding, so that
 // ldmatrix reads 8 of them without bank conflicts.
-constexpr int kStageAtoms = TILES >= 4 ? kUnitAtoms : 4 / TILES;
+constexpr int kStageAtoms = TILES <= 2 ? 2 : kUnitAtoms;
 constexpr int kXRowBytes = kStageAtoms * kAtomK * 2 + 16;
 constexpr int kXStageBytes = (kXRows * kXRowBytes + 127) / 128 * 128;
 

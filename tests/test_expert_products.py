@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cards import hopper
+from cards import SMALL, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import normal, packed
@@ -145,7 +145,7 @@ def test_chunks_are_all_rows_once(rows: int) -> None:
 
 @given(
     st.integers(1, 256), st.integers(1, 512), st.integers(1, 32),
-    st.sampled_from([ATOM_BYTES, 272, 528]), st.sampled_from([hopper(132), hopper(3)]),
+    st.sampled_from([ATOM_BYTES, 272, 528]), st.sampled_from([hopper(132), hopper(3), SMALL]),
 )  # fmt: skip
 def test_rings_fit(rows: int, experts: int, top_k: int, atom_bytes: int, card: Card) -> None:
     top_k = min(top_k, experts)

@@ -22,7 +22,7 @@ from dakrun.launches.tiers import TierAccess
 from dakrun.units import ceil_div
 
 MAX_EXPERTS = 512  # of a layer
-STAGE_ATOMS = 4  # along K of a stage, at most: fewer for more rows of X
+STAGE_ATOMS = 2  # along K of a stage, at most, for up to two tiles of X; else the least
 STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have more
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
@@ -105,16 +105,13 @@ def grouped_config(
 ) -> GroupedConfig:
     """Choose the launch for `rows` rows of X and experts stored as `splits` in `tiers`."""
     x_tiles = grouped_tiles(rows, experts=experts, top_k=top_k, atom_bytes=atom_bytes)
-    least = unit_atoms(atom_bytes)
-    x_atoms = max(least, STAGE_ATOMS // x_tiles)
-    atoms = x_atoms
-    while atoms > least and MAX_GROUP_ROW_BLOCKS * atoms * atom_bytes > STAGE_BYTES:
-        atoms //= 2
-    stage_row_blocks = MAX_GROUP_ROW_BLOCKS * atoms
-    w, x = stage_row_blocks * atom_bytes, 8 * x_tiles * (2 * ATOM_COLS * x_atoms + X_PADDING)
+    x_atoms = STAGE_ATOMS if x_tiles <= 2 else unit_atoms(atom_bytes)
+    group = max(split.group for split in splits)
+    depth = _depth(group, x_atoms, atom_bytes)
+    w, x = atom_bytes * group * depth, 8 * x_tiles * (2 * ATOM_COLS * x_atoms + X_PADDING)
     stage = _aligned(w) + _aligned(x)
-    # With units the warps exchange sums; without, they read whole tiles of row blocks.
-    sums = 2 * WARPGROUPS * 128 * 16 * x_tiles if least > 1 else 0
+    # With units the warps exchange sums.
+    sums = 2 * WARPGROUPS * 128 * 16 * x_tiles if unit_atoms(atom_bytes) > 1 else 0
     beside = sums + _aligned((experts + 1) * LIST_BYTES)
     stages = min(SPLITK_MAX_STAGES, (card.ring_bytes - beside) // stage)
     remote = [
@@ -125,21 +122,27 @@ def grouped_config(
     tier_ctas = (local, *remote)
     windows = []
     for split, tier, own in zip(splits, tiers, tier_ctas, strict=True):
-        depth = x_atoms
-        while depth > least and depth * split.group > stage_row_blocks:
-            depth //= 2
-        in_stage = atom_bytes * split.group * depth * (own or local)
+        own_depth = min(depth, _depth(split.group, x_atoms, atom_bytes))
+        in_stage = atom_bytes * split.group * own_depth * (own or local)
         limit = stages if tier.window_bytes is None else round(tier.window_bytes / in_stage)
         windows.append(max(1, min(stages, limit)))
     return GroupedConfig(
         ctas=card.with_idle(sum(tier_ctas)),
         x_tiles=x_tiles,
         stages=stages,
-        stage_row_blocks=stage_row_blocks,
+        stage_row_blocks=group * depth,
         shared_bytes=beside + stages * stage,
         tier_ctas=tier_ctas,
         windows=tuple(windows),
     )
+
+
+def _depth(group: int, x_atoms: int, atom_bytes: int) -> int:
+    """Atoms along K of a stage with whole groups: a power of two, with up to STAGE_BYTES."""
+    depth = x_atoms
+    while depth > unit_atoms(atom_bytes) and group * depth * atom_bytes > STAGE_BYTES:
+        depth //= 2
+    return depth
 
 
 def _aligned(nbytes: int) -> int:
