@@ -12,7 +12,13 @@ import torch
 from cards import PORTABLE, SMALL, hold_to
 from emulated import EmulatedKernel
 from tiny_models import damage, kernel_models, save_half
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from dakrun.config import SamplingParams, Workload
 from dakrun.engine import (
@@ -242,15 +248,23 @@ def test_prompts_and_steps(
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8-block"])
+@pytest.mark.parametrize("mixture", [False, True])
 def test_quantized_weights(
     name: str,
+    mixture: bool,
     launched: list[tuple[str, dict[str, int]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt and two steps of a model whose norms no matrix takes in, in two tiers."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 256}
-    config = LlamaConfig(**COMMON, **sizes, initializer_range=0.1)
+    config: PreTrainedConfig = LlamaConfig(**COMMON, **sizes, initializer_range=0.1)
+    if mixture:
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+        config = Qwen3MoeConfig(
+            head_dim=64, norm_topk_prob=True, initializer_range=0.1, **experts, **COMMON, **sizes
+        )
+        config._experts_implementation = "eager"  # others need rows of a multiple of 16 bytes
     reference = quantised.save(
         tmp_path, *quantised.FORMATS[name], config=config, dtype=torch.float16
     )
@@ -273,6 +287,7 @@ def test_quantized_weights(
         rows.run(cache.counts)
         assert close(rows.backend.logits[0], logits(reference, prompt))
     assert {macros.get("CODE") for file, macros in launched if file == gemm.SOURCE} > {None}
+    assert any("CODE" in macros for file, macros in launched if "grouped" in file) is mixture
 
 
 @pytest.mark.parametrize("model", ["llama-gqa"], indirect=True)
