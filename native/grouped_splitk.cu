@@ -129,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   const Ring ring(args, barriers);
   const Chosen chosen{Ring::list(), ranges};
   if (threadIdx.x == kThreads - 1) ring.initialize();
+  if (threadIdx.x == 0) ptx::prefetch(args.addresses);  // read first, by all
   // Only behind the router's end may a successor start that reads its list.
   if (!kDown) ptx::wait_for_dependencies();
   ptx::launch_dependents();
