@@ -87,10 +87,8 @@ struct Chosen {
       const int expert = 32 * i + lane;
       ends[i] = expert < args.experts ? ptx::load_from_l2(args.ends + expert) : 0;
     }
-    for (int tier = lane; tier < args.tier_count; tier += 32)
-      ranges[tier] = {0, 0};
-    __syncwarp();
     int count = 0, before = 0;  // experts in the list; the end of the last expert's pairs
+    Range of_tier = {0, 0};  // of tier number `lane`
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
       if (32 * i >= args.experts) break;
@@ -105,15 +103,16 @@ struct Chosen {
                    below = expert * height >= args.tiers[tier + 1].first_row_block;
         const uint32_t skipped = __ballot_sync(0xffffffff, chosen && above),
                        behind = __ballot_sync(0xffffffff, chosen && below);
-        if (lane == 0) {
-          ranges[tier].first += __popc(skipped);
-          ranges[tier].last += __popc(mask & ~behind);
+        if (lane == tier) {
+          of_tier.first += __popc(skipped);
+          of_tier.last += __popc(mask & ~behind);
         }
       }
       count += __popc(mask);
       before = __shfl_sync(0xffffffff, ends[i], min(31, args.experts - 1 - 32 * i));
     }
     if (lane == 0) experts[count] = {args.experts, before};
+    if (lane < args.tier_count) ranges[lane] = of_tier;
   }
 };
 

@@ -108,7 +108,7 @@ __device__ __forceinline__ void produce_x(const GroupedSplitKArgs& args, const R
             *reinterpret_cast<uint4*>(row + 2 * col) = uint4{};
         }
         ptx::fence_proxy_async();
-        __syncwarp();
+        sync_warp();
       }
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, at.pairs * 2 * max(cols, 0));
       __syncwarp();
