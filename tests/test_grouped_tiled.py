@@ -17,6 +17,7 @@ from dakrun.config import Activation, Routing
 from dakrun.formats.device_layout import Quantised
 from dakrun.hardware import Card
 from dakrun.kernels.experts import grouped_tiled, reference
+from dakrun.kernels.experts.dispatch import ExpertProducts
 from dakrun.kernels.experts.grouped_tiled import grouped_tiled_gemm, tile_counters
 from dakrun.kernels.experts.permute import combine, permute
 from dakrun.kernels.experts.route import Routed, route
@@ -27,6 +28,7 @@ from dakrun.launches import (
     Shape,
     TierAccess,
     TierTiles,
+    expert_splits,
     grouped_launch,
     grouped_shapes,
     split_row_blocks,
@@ -347,3 +349,38 @@ def test_a_card_without_room() -> None:
         pytest.fail("there is room: another format is needed here")
     with pytest.raises(ValueError, match="no tiles for 8 rows"):
         grouped_launch(8, 4, (16,), [TierAccess()], card=SMALL, atom_bytes=layout.atom_bytes)
+
+
+@pytest.mark.parametrize("row_blocks", [(24, 0), (13, 11)])
+def test_many_rows_and_few_in_turn(row_blocks: tuple[int, int], kernel_device: str) -> None:
+    """Rows of several launches; the buffers serve passes of any number of rows."""
+    rule, card = Routing(experts=6, top_k=2), hopper(3)
+    dtype, hidden, ffn, most = torch.float16, 64, 16, 520
+    x = normal(most, hidden, dtype=dtype, device=kernel_device)
+    router = normal(6, hidden, dtype=torch.float32, device=kernel_device)
+    lengths = torch.zeros(most, dtype=torch.int32, device=kernel_device)
+    accesses, matrices = (TierAccess(), TierAccess(sms=1)), []
+    for m, k in ((2 * ffn, hidden), (hidden, ffn)):
+        counts = [count * m // 32 for count in row_blocks]
+        splits = expert_splits(counts, expert_row_blocks=m // 8, top_k=2, card=card)
+        matrices.append(packed(normal(6 * m, k, dtype=dtype, device=kernel_device) / 8, splits))
+    gates, downs = matrices
+    products = ExpertProducts(most, rule, hidden, ffn, x, card)
+    found = []
+    for n in (most, 20):
+        choices = products.route(x[:n], router, None, lengths[:n])
+        inner = products.gate_up(x[:n], choices, gates, accesses)
+        found.append(products.down(inner, choices, downs, accesses, x[:n].clone()))
+    assert error(found[0][:20], found[1].double()) < 1e-3
+    wide = x.double().cpu()
+    chosen = reference.route(wide.float(), router.cpu(), None, rule)
+    dense = (matrix.dense().double().unflatten(0, (6, -1)) for matrix in matrices)
+    gate_ups, down_of = (matrix.cpu() for matrix in dense)
+    wanted, first = wide.clone(), 0
+    for expert, count in chosen.counts.items():
+        of = slice(first, first + count)
+        y = wide[chosen.tokens[of]] @ gate_ups[expert].T
+        y = (F.silu(y[:, ::2]) * y[:, 1::2]) @ down_of[expert].T
+        wanted.index_add_(0, chosen.tokens[of], chosen.weights[of, None].double() * y)
+        first += count
+    assert error(found[0].cpu(), wanted) < 1e-3

@@ -254,7 +254,9 @@ class KernelBackend:
             return None
         routing, ffn = config.mixture.routing, config.mixture.ffn_size
         card = card_of(self.like.device)
-        return ExpertProducts(rows, routing, config.hidden_size, ffn, self.like, card)
+        matrices = [m for m in self.model.matrices() if isinstance(m, Experts)]
+        atom_bytes = max(self.matrices[m.name].format.atom_bytes for m in matrices)
+        return ExpertProducts(rows, routing, config.hidden_size, ffn, self.like, card, atom_bytes)
 
     def _out(self, linear: Linear, n: int) -> torch.Tensor:
         if linear.op in self._buffers:

@@ -13,11 +13,13 @@ from dakrun.geometry import (
     SPLITK_MAX_STAGES,
     SPLITK_UNITS_MAX_ROWS,
     SPLITK_X_TILES,
+    TILED_MAX_ROWS,
     UNIT_COLS,
     WARPGROUPS,
     unit_atoms,
 )
 from dakrun.hardware import Card
+from dakrun.launches.grouped_tiled import grouped_shapes
 from dakrun.launches.tiers import TierAccess
 from dakrun.units import ceil_div
 
@@ -27,7 +29,7 @@ STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
 ALIGN = 128  # bytes, of W and of X in a stage
-EXPERT_CHUNK_ROWS = 512  # of X in one launch: partial sums of all of them have to have room
+EXPERT_CHUNK_ROWS = 512  # of X in one launch of SplitK_GEMM: partial sums of all have to have room
 # Rows that an expert may have in one pass over its W, as a multiple of their mean. A second pass
 # reads W from L2, but once more over the link if it is remote.
 SPREAD = 4
@@ -66,20 +68,26 @@ def expert_splits(
     return tuple(Split(count, 1, group, UNIT_COLS) for count in row_blocks)
 
 
-def expert_chunks(rows: int) -> list[slice]:
-    """The rows of X that launches of products with experts take in turns, of `rows` in all."""
-    step = EXPERT_CHUNK_ROWS
+def expert_chunks(rows: int, card: Card, atom_bytes: int = ATOM_BYTES) -> list[slice]:
+    """The rows of X that launches of products with experts take in turns, of `rows` in all.
+
+    More than EXPERT_CHUNK_ROWS are for the grouped tiled GEMM, if the card has room for its rings.
+    """
+    many = rows > EXPERT_CHUNK_ROWS and grouped_shapes(card, atom_bytes)
+    step = TILED_MAX_ROWS if many else EXPERT_CHUNK_ROWS
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def expert_buffer_bytes(rows: int, *, experts: int, top_k: int, hidden: int, ffn: int) -> int:
     """Bytes of what kernels keep of passes of up to `rows` rows through experts of size `ffn`.
 
-    That are gated rows, the router's choices with what it needs meanwhile, and weighted products.
+    That are gated rows, the router's choices with what it needs meanwhile, weighted products, and
+    for many rows copies of them.
     """
     gated, chosen = 2 * top_k * ffn, 4 * (5 * top_k + experts + ceil_div(experts, 4))
     sums = min(rows, EXPERT_CHUNK_ROWS) * 4 * (top_k * hidden + hidden // ROWS_PER_BLOCK)
-    return rows * (gated + chosen) + sums
+    copies = min(rows, TILED_MAX_ROWS) if rows > EXPERT_CHUNK_ROWS else 0
+    return rows * (gated + chosen) + sums + copies * 2 * top_k * hidden
 
 
 def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:

@@ -9,19 +9,26 @@ from collections.abc import Sequence
 import torch
 
 from dakrun.config import Routing
+from dakrun.geometry import ATOM_BYTES
 from dakrun.hardware import Card
 from dakrun.kernels.experts.grouped_splitk import PairSums, down, gate_up
+from dakrun.kernels.experts.grouped_tiled import grouped_tiled_gemm, tile_counters
+from dakrun.kernels.experts.permute import combine, permute
 from dakrun.kernels.experts.route import Routed, route
+from dakrun.kernels.gemm import row_blocks_by_tier
 from dakrun.launches import (
     EXPERT_CHUNK_ROWS,
     GroupedConfig,
+    Launch,
     TierAccess,
     expert_chunks,
     grouped_config,
+    grouped_launch,
 )
 from dakrun.memory.matrix import TieredMatrix
 
 _config = functools.cache(grouped_config)
+_tiled = functools.cache(grouped_launch)
 Choices = Sequence[tuple[slice, Routed]]  # rows, and the experts that they chose
 
 
@@ -29,20 +36,32 @@ class ExpertProducts:
     """Passes of up to `rows` rows [H] through layers of experts of ffn size I, one after the other.
 
     They share buffers, which stay allocated, since captured graphs hold their addresses. All
-    launches may start while their predecessors end (PDL). Nothing waits for the GPU.
+    launches may start while their predecessors end (PDL). Nothing waits for the GPU. An atom of a
+    layer's matrices has up to `atom_bytes`.
     """
 
     def __init__(
-        self, rows: int, routing: Routing, hidden: int, ffn: int, like: torch.Tensor, card: Card
+        self,
+        rows: int,
+        routing: Routing,
+        hidden: int,
+        ffn: int,
+        like: torch.Tensor,
+        card: Card,
+        atom_bytes: int = ATOM_BYTES,
     ) -> None:
-        self._routing, self._card = routing, card
+        self._routing, self._card, self._atom_bytes = routing, card, atom_bytes
+        chunks = expert_chunks(rows, card, atom_bytes)
         self._inner = like.new_empty(rows * routing.top_k, ffn)
         self._routed = [
-            Routed.allocate(chunk.stop - chunk.start, routing, like.device)
-            for chunk in expert_chunks(rows)
+            Routed.allocate(chunk.stop - chunk.start, routing, like.device) for chunk in chunks
         ]
         most = min(rows, EXPERT_CHUNK_ROWS)
         self._sums = PairSums.empty(most, routing.top_k, hidden, like.device)
+        # Of the grouped tiled GEMM: copies of rows, sorted by expert, and then their products.
+        many = chunks[0].stop if chunks[0].stop > EXPERT_CHUNK_ROWS else 0
+        self._sorted = like.new_empty(many * routing.top_k, hidden)
+        self._counters = tile_counters(like.device)
 
     def route(
         self,
@@ -52,7 +71,7 @@ class ExpertProducts:
         lengths: torch.Tensor,
     ) -> Choices:
         """Choose the experts of x [n, H] as route.route() does; valid until the next call."""
-        chunks = expert_chunks(len(x))
+        chunks = expert_chunks(len(x), self._card, self._atom_bytes)
         found = list(zip(chunks, self._routed[: len(chunks)], strict=True))
         ctas = self._card.with_idle(1)
         for rows, out in found:
@@ -72,6 +91,11 @@ class ExpertProducts:
         """Gated rows [n k, I] of x [n, H]: the pairs of the `choices`, one after another."""
         out = self._inner[: len(x) * self._routing.top_k]
         for rows, routed in choices:
+            if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
+                copies = self._copies(rows)
+                permute(x[rows], routed.places[: rows.stop - rows.start], copies, pdl=True)
+                self._multiply(copies, routed, weight, accesses, out[self._pairs(rows)], gates=True)
+                continue
             config = self._config(rows, weight, accesses)
             gate_up(x[rows], routed, weight, config, out[self._pairs(rows)], pdl=True)
         return out
@@ -86,10 +110,44 @@ class ExpertProducts:
     ) -> torch.Tensor:
         """Add the weighted experts of each row to out [n, H], of `inner` as gate_up() gives it."""
         for rows, routed in choices:
-            config = self._config(rows, weight, accesses)
             x = inner[self._pairs(rows)]
+            if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
+                products, to = self._copies(rows), out[rows]
+                self._multiply(x, routed, weight, accesses, products, gates=False)
+                places, weights = routed.places[: len(to)], routed.weights[: len(products)]
+                combine(products, places, weights, to, to, pdl=True)
+                continue
+            config = self._config(rows, weight, accesses)
             down(x, routed, weight, config, out[rows], self._sums, pdl=True)
         return out
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        routed: Routed,
+        weight: TieredMatrix,
+        accesses: Sequence[TierAccess],
+        out: torch.Tensor,
+        *,
+        gates: bool,
+    ) -> None:
+        """Launch the grouped tiled GEMM of pairs, behind others of this class's many rows.
+
+        All of them let their successor start after their own wait, so that `routed` is complete.
+        """
+        tiers, row_blocks = zip(*row_blocks_by_tier(weight), strict=True)
+        access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
+        launch: Launch = _tiled(
+            len(x), self._routing.experts, row_blocks, tuple(access[tier] for tier in tiers),
+            card=self._card, atom_bytes=weight.format.atom_bytes,
+        )  # fmt: skip
+        grouped_tiled_gemm(
+            x, routed.ends, weight, launch, out, counters=self._counters,
+            activation="silu_mul" if gates else "none", listed=True, pdl=True,
+        )  # fmt: skip
+
+    def _copies(self, rows: slice) -> torch.Tensor:
+        return self._sorted[: (rows.stop - rows.start) * self._routing.top_k]
 
     def _pairs(self, rows: slice) -> slice:
         return slice(rows.start * self._routing.top_k, rows.stop * self._routing.top_k)

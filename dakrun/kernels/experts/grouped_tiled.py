@@ -142,5 +142,5 @@ def _variants(needs: Needs) -> list[Macros]:
         {**defines(needs.dtype, shape.tiles, wide=shape.wide), **stored.macros}
         for stored in needs.formats
         for shape in grouped_shapes(needs.card, stored.atom_bytes)
-        if needs.every
+        if needs.every or needs.routing
     ]

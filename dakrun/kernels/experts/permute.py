@@ -98,4 +98,4 @@ def _check(rows: torch.Tensor, places: torch.Tensor, wanted: dict[str, operands.
 
 @compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
-    return [operands.defines(needs.dtype)] if needs.every else []
+    return [operands.defines(needs.dtype)] if needs.every or needs.routing else []
