@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cards import H200, SMALL, hold_to, hopper
+from cards import H200, SMALL, here, hold_to, hopper
 from emulated import EmulatedKernel, atoms_map, boxes_map
 from packed_matrices import FEW_LAYOUTS, normal, packed, quantised
 from torch.nn import functional as F
@@ -200,7 +200,7 @@ def mixture(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states behind a feed-forward of experts, by kernels and by plain torch in float64."""
     dtype = options.pop("dtype", torch.bfloat16)
-    card: Card = options.pop("card", hopper(3))
+    card = hopper(3) if device == "cpu" else here()
     rule = Routing(experts=experts, top_k=top_k)
     x, residual = (normal(n, hidden + i, dtype=dtype, device=device)[:, :hidden] for i in (0, 8))
     x, residual = x.contiguous(), residual.contiguous()
@@ -384,3 +384,45 @@ def test_many_rows_and_few_in_turn(row_blocks: tuple[int, int], kernel_device: s
         wanted.index_add_(0, chosen.tokens[of], chosen.weights[of, None].double() * y)
         first += count
     assert error(found[0].cpu(), wanted) < 1e-3
+
+
+@pytest.mark.gpu
+def test_launches_that_overlap() -> None:
+    """Layers one behind the other in a graph have the bits of launches that wait for each other."""
+    rule, card, dtype = Routing(experts=32, top_k=4), here(), torch.bfloat16
+    rows, hidden, ffn, layers = 600, 512, 256, 12
+    x = normal(rows, hidden, dtype=dtype, device="cuda")
+    lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    accesses, given = (TierAccess(), TierAccess(sms=4, window_bytes=1 << 18)), []
+    for layer in range(layers):
+        router = normal(32, hidden + layer, dtype=torch.float32, device="cuda")[:, :hidden]
+        matrices = []
+        for m, k in ((2 * ffn, hidden), (hidden, ffn)):
+            dense = normal(32 * m, k + 8 * layer, dtype=dtype, device="cuda")[:, :k] / k**0.5
+            counts = (31 * m // 8, m // 8)
+            splits = expert_splits(counts, expert_row_blocks=m // 8, top_k=4, card=card)
+            matrices.append(packed(dense.contiguous(), splits))
+        given.append((router.contiguous(), *matrices))
+    products = ExpertProducts(rows, rule, hidden, ffn, x, card)
+    out = torch.empty_like(x)
+
+    def run(wait: Any) -> None:
+        out.copy_(x)
+        for router, gates, downs in given:
+            choices = products.route(out, router, None, lengths)
+            wait()
+            inner = products.gate_up(out, choices, gates, accesses)
+            wait()
+            products.down(inner, choices, downs, accesses, out)
+            wait()
+
+    run(torch.cuda.synchronize)
+    wanted = out.clone()
+    assert wanted.isfinite().all() and not wanted.equal(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(50):
+        out.fill_(math.nan)
+        graph.replay()
+        assert out.equal(wanted)
