@@ -154,7 +154,7 @@ def _op_s(op: OpPlan, links: Links) -> float:
         return op.op.layers * read / links.direct[LOCAL]
     lines = links.lines(read, 0.0).values()
     return sum(
-        layers * bound_time(lines, op.op.shares(counts))
+        layers * bound_time(lines, op.op.read_shares(counts))
         for counts, layers in Counter(op.placement).items()
     )
 

@@ -1,6 +1,7 @@
 """Descriptions of a run.
 
-model.py has the architecture and the workload, sampling.py how tokens are chosen.
+model.py has the architecture and the workload, popularity.py the use of experts, sampling.py how
+tokens are chosen.
 """
 
 from dakrun.config.model import (
@@ -22,6 +23,7 @@ from dakrun.config.model import (
     YarnRope,
     model_len,
 )
+from dakrun.config.popularity import Popularity
 from dakrun.config.sampling import (
     ADJUSTING,
     MAX_BIASES,
@@ -49,6 +51,7 @@ __all__ = [
     "MixtureConfig",
     "ModelConfig",
     "NormKind",
+    "Popularity",
     "RopeScaling",
     "Routing",
     "SamplingParams",

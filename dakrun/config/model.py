@@ -5,9 +5,11 @@ translates a config.json into a ModelConfig.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dakrun.config.popularity import Popularity
 from dakrun.errors import UsageError, check_count
 from dakrun.formats import KVLayout, Quantization, Rows, WeightFormat
 
@@ -147,13 +149,21 @@ class Routing:
 class MixtureConfig:
     """Feed-forwards of experts, of `ffn_size` each, in all layers but `dense_layers`.
 
-    Experts that all tokens share have `shared_size` together.
+    Experts that all tokens share have `shared_size` together. `popularity` is what is known of
+    their use, which decides their order in stacked matrices; None: nothing.
     """
 
     routing: Routing
     ffn_size: int
     shared_size: int = 0
     dense_layers: tuple[int, ...] = ()
+    popularity: Popularity | None = None
+
+    def order(self, layer: int) -> Sequence[int]:
+        """The experts of `layer` in the order in which its matrices stack them."""
+        if self.popularity is None:
+            return range(self.routing.experts)
+        return self.popularity.orders[layer - sum(dense < layer for dense in self.dense_layers)]
 
 
 @dataclass(frozen=True, kw_only=True)

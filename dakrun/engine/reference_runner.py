@@ -81,9 +81,8 @@ class ReferenceBackend:
         """norm(x) [n, H] of x [n, H], and the experts chosen for each of its rows."""
         x, bias = self._norm(norm, x), router.bias
         weight = self._vectors[router.weight.name]
-        return x, experts.route(
-            x, weight, None if bias is None else self._vectors[bias.name], router.routing
-        )
+        of_bias = None if bias is None else self._vectors[bias.name]
+        return x, experts.route(x, weight, of_bias, router.routing, router.places)
 
     def experts(
         self,

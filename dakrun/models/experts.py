@@ -5,10 +5,11 @@ Knows what the modules are stored as and what a step asks of them, not how exper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from dakrun.config import Routing
+from dakrun.config import MixtureConfig, Routing
 from dakrun.models.decoder import MLP, Backend
 from dakrun.models.modules import Matrix, Module, Norm, Operand, Scope, Source
 
@@ -19,18 +20,29 @@ if TYPE_CHECKING:
 class Router:
     """The router of a layer: its weight [E, H] and its bias [E], if any, both in float32.
 
-    `joined` is another name of the weight.
+    Stacked matrices have the experts in `order`: `places` has the place of each, None where
+    all are in the order of their numbers. Rows of weight and bias, and what is chosen of equal
+    scores, go by numbers. `joined` is another name of the weight.
     """
 
     def __init__(
-        self, at: Scope, module: str, routing: Routing, hidden: int, *, joined: str | None = None
+        self,
+        at: Scope,
+        module: str,
+        routing: Routing,
+        hidden: int,
+        *,
+        order: Sequence[int],
+        joined: str | None = None,
     ) -> None:
         def operand(part: str, stored: str, *cols: int, joined: str | None = None) -> Operand:
             sources = at.sources({module: routing.experts}, stored, *cols)
             other = Source(f"{at.prefix}{joined}", sources[0].shape) if joined else None
             return Operand(at.name(f"router.{part}"), sources, wide=True, joined=other)
 
-        self.routing = routing
+        self.layer, self.routing, self.order = at.layer, routing, order
+        places = tuple(sorted(range(routing.experts), key=order.__getitem__))
+        self.places = None if list(places) == list(range(routing.experts)) else places
         self.weight = operand("weight", "weight", hidden, joined=joined)
         self.bias = operand("bias", "e_score_correction_bias") if routing.biased else None
 
@@ -42,7 +54,8 @@ class Router:
 class Experts(Matrix):
     """The matrices [M, K] of all experts of a layer, stacked: [E M, K], expert after expert.
 
-    `modules` has the rows of the modules of an expert by name, "{}" being the expert's number.
+    They are stacked in `order`, by number. `modules` has the rows of the modules of an expert by
+    name, "{}" being the expert's number.
     y = silu(gate(norm(x))) * up(norm(x)) if `gated`, where the first half of M rows is the gate.
     Otherwise y is the weighted sum of a token's experts, added to a residual. `joined` names the
     tensor [E, M, K] that some checkpoints have instead. `beside` are operands of the same step.
@@ -57,31 +70,42 @@ class Experts(Matrix):
         modules: Mapping[str, int],
         cols: int,
         *,
-        routing: Routing,
+        mixture: MixtureConfig,
+        order: Sequence[int],
         joined: str,
         gated: bool = False,
         norm: Norm | None = None,
         beside: Sequence[Operand] = (),
     ) -> None:
-        every = {
-            name.format(number): rows
-            for number in range(routing.experts)
-            for name, rows in modules.items()
-        }
+        every = {name.format(number): rows for number in order for name, rows in modules.items()}
         super().__init__(at, op, every, cols, interleaved=gated)
-        self.routing, self.gated, self.norm, self._beside = routing, gated, norm, beside
+        self.routing, self.gated, self.norm, self._beside = mixture.routing, gated, norm, beside
+        self._order, self._popularity = order, mixture.popularity
         self.expert_rows = sum(modules.values())
-        shape = (routing.experts, self.expert_rows, cols)
+        shape = (len(order), self.expert_rows, cols)
         self.joined = Source(f"{at.prefix}{joined}", shape)
 
-    def experts_read(self, tokens: int) -> float:
-        """Experts that a pass of `tokens` tokens is expected to read.
+    def in_checkpoint(self) -> Sequence[Source]:
+        """The sources by the numbers of their experts, as `joined` has their rows."""
+        of_each = len(self.sources) // len(self._order)
+        places = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return [self.sources[of_each * at + i] for at in places for i in range(of_each)]
 
-        An expert is left out by all of n tokens with the chance (1 - k / E)^n, where tokens choose
-        k of E experts independently of each other, all experts alike.
+    def chances(self, tokens: int) -> Sequence[float]:
+        """Chance that a pass of `tokens` tokens reads each expert, in the order of the rows.
+
+        An expert is left out by all of n tokens with the chance (1 - q)^n, where a token chooses
+        it with the chance q, independently of other tokens: k / E if nothing is known of its use.
+        With a popularity it is the mean of all layers.
         """
-        count = self.routing.experts
-        return count * (1 - (1 - self.routing.top_k / count) ** tokens)
+        top_k, count = self.routing.top_k, self.routing.experts
+        if self._popularity:
+            return self._popularity.chances(top_k, tokens)
+        return (1 - (1 - top_k / count) ** tokens,) * count
+
+    def experts_read(self, tokens: int) -> float:
+        """Experts that a pass of `tokens` tokens is expected to read."""
+        return math.fsum(self.chances(tokens))
 
     def rows_read(self, tokens: int) -> float:
         """The rows of the experts that are read."""

@@ -95,7 +95,7 @@ class Operand:
 
     If `interleaved`, kernels need the rows of two tensors, or of the two halves of a single one,
     to alternate. An operand that is no Matrix always lies in the local tier, in float32 if `wide`.
-    A checkpoint may have the tensor `joined` in place of all `sources`, with their rows in order.
+    A checkpoint may have the tensor `joined` in place of all `sources` (see in_checkpoint).
     Kernels need the rows of heads in the order `heads`, if it is given.
     """
 
@@ -141,6 +141,10 @@ class Operand:
             ]
             number, top = number + 1, ends[number]
         return found
+
+    def in_checkpoint(self) -> Sequence[Source]:
+        """The sources in the order in which `joined` has their rows."""
+        return self.sources
 
     @functools.cached_property
     def _ends(self) -> list[int]:

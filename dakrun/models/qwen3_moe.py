@@ -29,18 +29,20 @@ def mixture(
     assert m is not None, "a family of mixtures"
     if at.layer in m.dense_layers:
         return gated(c, at)
+    assert at.layer is not None, "experts are in layers"
+    order = m.order(at.layer)
     norm = Norm("rms", at, "ffn_norm", "post_attention_layernorm", hidden)
-    router = Router(at, f"{block}.gate", m.routing, hidden, joined="mlp.gate.weight")
+    router = Router(at, f"{block}.gate", m.routing, hidden, order=order, joined="mlp.gate.weight")
     experts, shared = f"{block}.experts.{{}}.", f"{block}.shared_experts."
     return Mixture(
         router,
         Experts(
             at, "experts_gate_up", {experts + name: m.ffn_size for name in (gate, up)}, hidden,
-            routing=m.routing, joined="mlp.experts.gate_up_proj", gated=True, norm=norm,
+            mixture=m, order=order, joined="mlp.experts.gate_up_proj", gated=True, norm=norm,
             beside=[*router.vectors()],
         ),
         Experts(
-            at, "experts_down", {experts + down: hidden}, m.ffn_size, routing=m.routing,
+            at, "experts_down", {experts + down: hidden}, m.ffn_size, mixture=m, order=order,
             joined="mlp.experts.down_proj",
         ),
         MLP(

@@ -230,7 +230,7 @@ def busy_shares(plan: Plan) -> dict[str, float]:
         compute = compute_time(op.op, plan.profile, plan.model.dtype)
         lines = links.lines(op.op.read_bytes, compute, staged=op.transport == "staged")
         for counts, layers in Counter(op.placement).items():
-            ratios = op.op.shares(counts)
+            ratios = op.op.read_shares(counts)
             for name, line in lines.items():
                 seconds[name] += layers * line_time(line, ratios)
     busiest = sorted(seconds, key=lambda name: -seconds[name])

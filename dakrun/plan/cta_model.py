@@ -149,11 +149,15 @@ def read_times(
     if op.category == "attention":
         return _attention_times(op.read_bytes / op.units, counts[0], sms[0], parts, profile)
     model = profile.kernel_model
-    row_block = op.read_bytes / op.units
+    # Mean bytes read of a row block, by tier: popular experts are not evenly spread over tiers.
+    means = [op.read_bytes / op.units] * len(counts)
+    if op.chances:
+        reads = op.tier_reads(counts)
+        means = [n / max(count, 1) for n, count in zip(reads, counts, strict=True)]
     mixed = sum(count for _, count, own in parts if not own)
     fixed = profile.linear.at(op.batch_size)[0]
     links = []
-    for tier, row_blocks, own in parts:
+    for (tier, row_blocks, own), row_block in zip(parts, means[1:], strict=True):
         if not row_blocks:
             continue
         if own:
@@ -167,7 +171,7 @@ def read_times(
         held = _ring_bytes(op, ctas, group, profile.card) / tier.direct_bytes_per_s
         idle = max(0.0, model.launch_gap_seconds - held)
         links.append(seconds + max(0.0, idle - fixed))
-    local = row_block * counts[0] / profile.hbm_bytes_per_s
+    local = means[0] * counts[0] / profile.hbm_bytes_per_s
     local *= _unevenness(counts[0], sms[0], profile, mixed)
     return local, max(links, default=0.0)
 

@@ -6,6 +6,7 @@ x = a, is flat up to x = b, then rises. Every T is convex, so filling the cheape
 ops first is optimal.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ class Curve:
     the least time in seconds of any placement. `staged` bytes are first copied into the local
     tier and add to its traffic: T(x) = max(floor, C (1 + x) / B_g, C x / B_h). With `beyond`, a
     rate, bytes past b arrive at that rate instead: T(x) = T(b) + C (x - b) / beyond.
+    `classes` are shares of C that equal parts of the resident bytes have, in the order in which
+    they go to the remote tier, never falling: C (1 - s(x)) and C s(x) bytes are then read of the
+    tiers, s being the sum of the first parts up to x. They go with neither `staged` nor `beyond`.
     """
 
     resident: float
@@ -28,33 +32,58 @@ class Curve:
     remote_rate: float
     staged: bool = False
     beyond: float | None = None
+    classes: tuple[float, ...] = (1.0,)
 
-    @property
+    def reads(self, x: float) -> float:
+        """Share s(x) of the bytes read that the remote tier has at offload ratio `x`."""
+        if len(self.classes) == 1:
+            return x
+        whole, part = divmod(min(1.0, x) * len(self.classes), 1.0)
+        return sum(self.classes[: int(whole)]) + part * (*self.classes, 0.0)[int(whole)]
+
+    def ratio(self, reads: float) -> float:
+        """The offload ratio x with s(x) = `reads`; the highest one."""
+        if len(self.classes) == 1:
+            return reads
+        done = 0.0
+        for number, share in enumerate(self.classes):
+            if reads < done + share:
+                return (number + (reads - done) / share) / len(self.classes)
+            done += share
+        return 1.0
+
+    @functools.cached_property
     def a(self) -> float:
         """Ratio up to which offloading makes the op faster."""
         if self.staged:
             return 0.0
-        return min(1.0, max(0.0, 1 - self.floor * self.local_rate / self.read))
+        return self.ratio(min(1.0, max(0.0, 1 - self.floor * self.local_rate / self.read)))
 
-    @property
+    @functools.cached_property
     def b(self) -> float:
         """Ratio up to which offloading does not make the op slower than at a."""
         flat = self.floor * self.remote_rate / self.read
         if self.staged:
             flat = min(flat, self.floor * self.local_rate / self.read - 1)
-        return min(1.0, max(self.a, flat))
+        return min(1.0, max(self.a, self.ratio(flat)))
 
     def time(self, x: float) -> float:
         """Seconds at offload ratio `x`."""
         if self.beyond is not None and x > self.b:
             return self.time(self.b) + self.read * (x - self.b) / self.beyond
+        x = self.reads(x)
         local_ratio = 1 + x if self.staged else 1 - x
         local, remote = local_ratio / self.local_rate, x / self.remote_rate
         return max(self.floor, self.read * local, self.read * remote)
 
     def segments(self) -> list[tuple[float, float]]:
-        """(slope, length) of T's linear segments from x = 0 to 1; slopes never fall."""
+        """(slope, length) of T's linear segments from x = 0 to 1; slopes never fall.
+
+        With `classes` T is above its first segment between 0 and a, where layers may differ.
+        """
         down, up = -self.read / self.local_rate, self.read / (self.beyond or self.remote_rate)
+        if len(self.classes) > 1:
+            return self._segments_of_classes(down, up)
         segments = [(down, self.a), (0.0, self.b - self.a)]
         if self.staged and self.local_rate > self.remote_rate:
             turn = self.remote_rate / (self.local_rate - self.remote_rate)
@@ -62,6 +91,16 @@ class Curve:
             segments.append((-down, gentle))
             return [*segments, (up, 1 - self.b - gentle)]
         return [*segments, (-down if self.staged else up, 1 - self.b)]
+
+    def _segments_of_classes(self, down: float, up: float) -> list[tuple[float, float]]:
+        mean = self.reads(self.a) / self.a if self.a else 1.0
+        segments = [(down * mean, self.a), (0.0, self.b - self.a)]
+        for number, share in enumerate(self.classes, 1):
+            end = number / len(self.classes)
+            length = min(1 / len(self.classes), end - self.b)
+            if length > 0:
+                segments.append((up * share * len(self.classes), length))
+        return segments
 
 
 def best_total(curves: Sequence[Curve]) -> float:

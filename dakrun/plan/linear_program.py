@@ -20,11 +20,13 @@ Matrix = npt.NDArray[np.float64]
 class OpLines:
     """One op (all its layers): its `resident` bytes and the lower bounds of its time.
 
-    Tier 0 is the local one. `lines` are in seconds per ratio, as in Links.lines.
+    Tier 0 is the local one. `lines` are in seconds per ratio of the bytes read, as in Links.lines.
+    `classes` are the shares of these that equal parts of the resident bytes have.
     """
 
     resident: float
     lines: tuple[Line, ...]
+    classes: tuple[float, ...] = (1.0,)
 
 
 def best_ratios(
@@ -37,10 +39,17 @@ def best_ratios(
     """Ratio of each op's bytes in every tier, in the least total time; None if nothing fits.
 
     `capacities` are bytes per tier, the local one first; `remote_bytes` fixes the bytes outside
-    it. With `uniform` all ops have the same ratios.
+    it. With `uniform` all ops have the same ratios, and so have all classes of an op.
     """
     tiers, count = len(capacities), len(ops)
-    blocks = 1 if uniform else count
+    # Each class of an op has ratios of its own: its op, and its shares of resident and read bytes.
+    parts = [
+        (i, 1 / len(classes), share)
+        for i, op in enumerate(ops)
+        for classes in [(1.0,) if uniform else op.classes]
+        for share in classes
+    ]
+    blocks = 1 if uniform else len(parts)
     width = blocks * tiers + count  # ratios, then each op's seconds above its floor
     total = sum(op.resident for op in ops)
     if total == 0 or min(capacities) < 0:
@@ -48,8 +57,8 @@ def best_ratios(
     floors = [max(c for c, by in op.lines if not by) for op in ops]
     scale = max(bound_time(op.lines, [1.0] + [0.0] * (tiers - 1)) for op in ops)
 
-    def column(op: int, tier: int) -> int:
-        return (0 if uniform else op) * tiers + tier
+    def column(part: int, tier: int) -> int:
+        return (0 if uniform else part) * tiers + tier
 
     rows, limits = [], []
     for i, op in enumerate(ops):
@@ -57,8 +66,9 @@ def best_ratios(
             if not by:
                 continue
             row = np.zeros(width)
-            for tier, k in by.items():
-                row[column(i, tier)] = k / scale
+            for part, (of, _, share) in enumerate(parts):
+                for tier, k in by.items() if of == i else ():
+                    row[column(part, tier)] = share * k / scale
             row[blocks * tiers + i] = -1.0
             if floors[i] < constant:
                 raise ValueError("expected every line's constant to be at most the op's floor")
@@ -66,8 +76,8 @@ def best_ratios(
             limits.append((floors[i] - constant) / scale)
     for tier, capacity in enumerate(capacities):
         row = np.zeros(width)
-        for i, op in enumerate(ops):
-            row[column(i, tier)] += op.resident / total
+        for part, (i, share, _) in enumerate(parts):
+            row[column(part, tier)] += share * ops[i].resident / total
         rows.append(row)
         limits.append(min(capacity / total, 1.0))
     whole = np.zeros((blocks, width))
@@ -81,8 +91,10 @@ def best_ratios(
     x = minimise(cost, (np.array(rows), np.array(limits)), (whole, sums))
     if x is None:
         return None
-    ratios = x[: blocks * tiers].reshape(blocks, tiers)
-    return [tuple(ratios[0 if uniform else i].tolist()) for i in range(count)]
+    ratios, found = x[: blocks * tiers].reshape(blocks, tiers), np.zeros((count, tiers))
+    for part, (i, share, _) in enumerate(parts):
+        found[i] += share * ratios[0 if uniform else part]
+    return [tuple(of.tolist()) for of in found]
 
 
 def minimise(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.cta_model import launch_times, sms_by_tier
+from dakrun.plan.expert_choices import deviation_s, mean_longer
 from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Transport
@@ -94,10 +95,8 @@ class StepCosts:
 
     def _cost(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
         profile, remote, compute = self.profile, self.remote, self.compute[op.name]
-        read_ratio = op.read_bytes / op.resident_bytes
         times = {
-            counts: self.roofline(op, [n * read_ratio for n in op.tier_bytes(counts)], transport)
-            for counts in set(placement)
+            counts: self.roofline(op, op.tier_reads(counts), transport) for counts in set(placement)
         }
         bounds = tuple(max(times[counts]) for counts in placement)
         sms: Counts = (profile.sms, *(0 for _ in remote))
@@ -113,7 +112,10 @@ class StepCosts:
             elif any(counts[1:]):
                 staged = sum(op.tier_bytes(counts)[1:])
                 return staged_time(op, kernel, profile, link=link, nbytes=staged)
-            return predicted_time(op, kernel, profile, link=link)
+            seconds = predicted_time(op, kernel, profile, link=link)
+            if op.chances and any(counts[1:]):
+                seconds += self._uneven_choices_s(op, counts, kernel, link)
+            return seconds
 
         predictions = {counts: predicted(counts) for counts in times}
         return PlacedOp(
@@ -124,6 +126,16 @@ class StepCosts:
             bounds_s=bounds,
             predicted_s=tuple(predictions[counts] for counts in placement),
         )
+
+    def _uneven_choices_s(self, op: Op, counts: Counts, kernel: float, link: float) -> float:
+        """Seconds that a layer of experts takes beyond the longer of its mean times.
+
+        The slower link stands for all remote tiers.
+        """
+        reads, rates = op.tier_reads(counts), list(self.links.direct.values())
+        slowest = max(range(1, len(rates)), key=lambda tier: reads[tier] / rates[tier])
+        deviation = deviation_s(op, counts, slowest, rates[0], rates[slowest])
+        return mean_longer(kernel, link, deviation) - max(kernel, link)
 
 
 def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:

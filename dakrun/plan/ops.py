@@ -14,6 +14,7 @@ from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
 from dakrun.formats import PACKED16, KVLayout, QuantisedRows, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.launches import expert_buffer_bytes
+from dakrun.models.experts import Experts
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Linear, Matrix, Scope
 from dakrun.units import ceil_div
@@ -24,6 +25,8 @@ RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
 # measured on an H200 for 19 and 49 GiB, 480 to 510 and some 20 MiB beside, which 400 covers.
 HOST_BYTES_PER_PAGE_TABLE_BYTE = 400
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
+EXPERT_CLASSES = 16  # parts of an op's experts, by popularity, for which ratios are sought
+ALIKE = 1e-9  # chances that differ by less are the same
 FEW_SLOTS, SLOT_PARTS = 4, 32  # slots that are not divided; parts of fewer, in all
 
 
@@ -37,7 +40,7 @@ class Op:
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
     them (slot_parts), rounded to whole blocks. `matrix` is the first layer's, stored in `format`.
     An element of activations has `element_bytes`. A linear op that is `normed` has a norm ahead of
-    it.
+    it. Of experts `chances` has the chance that a step reads each, in the order of the units.
     """
 
     name: str
@@ -54,13 +57,16 @@ class Op:
     format: WeightFormat | None = None
     kv_blocks: int = 0
     normed: bool = False
+    chances: tuple[float, ...] = ()
     matrix: Matrix | None = field(default=None, compare=False, repr=False)
 
     def with_rows(self, rows: int) -> "Op":
         """The same op of a pass of `rows` tokens, if it is not attention."""
         assert self.matrix and self.format, f"{self.name} has no matrix"
-        read = _bytes_read(self.matrix, self.format, rows)
-        return replace(self, batch_size=rows, read_bytes=read, flops=self.matrix.flops(rows))
+        return replace(
+            self, batch_size=rows, read_bytes=_bytes_read(self.matrix, self.format, rows),
+            flops=self.matrix.flops(rows), chances=_chances(self.matrix, rows),
+        )  # fmt: skip
 
     def stored(self, *, packed: bool = False) -> WeightFormat:
         """The format of a weight as the plan counts it, or `packed` for kernels that read it."""
@@ -94,6 +100,43 @@ class Op:
     def shares(self, counts: Sequence[int]) -> list[float]:
         """Share of one layer's resident bytes in each tier, given the units per tier."""
         return [size / self.resident_bytes for size in self.tier_bytes(counts)]
+
+    def read_shares(self, counts: Sequence[int]) -> list[float]:
+        """Share of one layer's bytes read that lie in each tier, given the units per tier."""
+        shares = self.shares(counts)
+        if not self.chances:
+            return shares
+        ends = [self.reads_of(end) for end in itertools.accumulate(shares)]
+        return [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
+
+    def tier_reads(self, counts: Sequence[int]) -> list[float]:
+        """Bytes of one layer that a step reads in each tier, given the units per tier."""
+        if self.chances:
+            return [share * self.read_bytes for share in self.read_shares(counts)]
+        return [n * self.read_bytes / self.resident_bytes for n in self.tier_bytes(counts)]
+
+    def reads_of(self, share: float) -> float:
+        """Share of the reads of experts that the first `share` of their bytes have."""
+        whole, part = divmod(min(share, 1.0) * len(self.chances), 1.0)
+        sums = self._sums_of_chances
+        last = sums[min(int(whole) + 1, len(self.chances))]
+        return (sums[int(whole)] + part * (last - sums[int(whole)])) / sums[-1]
+
+    @functools.cached_property
+    def _sums_of_chances(self) -> list[float]:
+        return [0.0, *itertools.accumulate(self.chances)]
+
+    @functools.cached_property
+    def classes(self) -> tuple[float, ...]:
+        """Shares of the bytes read that equal parts of the bytes have, from the last units on.
+
+        It is one class if all bytes are read alike, else up to EXPERT_CLASSES.
+        """
+        if not self.chances or max(self.chances) - min(self.chances) < ALIKE:
+            return (1.0,)
+        count = min(EXPERT_CLASSES, len(self.chances))
+        ends = [self.reads_of(part / count) for part in range(count, -1, -1)]
+        return tuple(first - second for first, second in itertools.pairwise(ends))
 
     @property
     def rows_per_weight(self) -> float:
@@ -194,6 +237,7 @@ def matrix_op(
         flops=matrix.flops(n),
         format=format,
         normed=normed,
+        chances=_chances(matrix, n),
         matrix=matrix,
     )
 
@@ -309,6 +353,12 @@ def pass_tokens(workload: Workload, chunk_tokens: int) -> int:
     return min(chunk_tokens, workload.batch_size * workload.max_model_len)
 
 
+def _chances(matrix: Matrix, tokens: int) -> tuple[float, ...]:
+    """Chances that a pass of `tokens` tokens reads each expert; empty for other matrices."""
+    return tuple(matrix.chances(tokens)) if isinstance(matrix, Experts) else ()
+
+
 def _bytes_read(matrix: Matrix, format: WeightFormat, tokens: int) -> float:
     """Bytes of `matrix` that a pass of `tokens` tokens is expected to read."""
-    return matrix.rows_read(tokens) * format.row_block_bytes(matrix.shape[1]) // ROWS_PER_BLOCK
+    read = matrix.rows_read(tokens) * format.row_block_bytes(matrix.shape[1])
+    return read // ROWS_PER_BLOCK if isinstance(read, int) else read / ROWS_PER_BLOCK

@@ -36,6 +36,10 @@ class PlacedOp:
 
     def read_bytes(self, tier: int) -> float:
         """Bytes that a decode step reads from the plan's tier number `tier`."""
+        if self.op.chances:
+            return sum(
+                n * self.op.tier_reads(of)[tier] for of, n in Counter(self.placement).items()
+            )
         return self.resident_bytes(tier) * (self.op.read_bytes / self.op.resident_bytes)
 
     def mixed(self, tier: int) -> bool:

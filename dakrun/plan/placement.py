@@ -47,7 +47,7 @@ def ideal_ratios(
         return [(1 - x, x) for x in choose(curves, auto if remote is None else remote)]
     from dakrun.plan.linear_program import OpLines, best_ratios  # imports numpy, which is slow
 
-    bounds = [OpLines(op.layers * op.resident_bytes, problem.lines(op)) for op in ops]
+    bounds = [OpLines(op.layers * op.resident_bytes, problem.lines(op), op.classes) for op in ops]
     free = (resident, *caps[1:]) if remote is not None else caps
     ratios = best_ratios(bounds, free, remote, uniform=uniform)
     if ratios is None:

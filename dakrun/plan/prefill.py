@@ -246,7 +246,7 @@ class _Pass:
             if n:
                 one = op.op.with_rows(n)
                 for counts, layers in Counter(op.placement).items():
-                    self._add_matrix(one, op.op.shares(counts), layers)
+                    self._add_matrix(one, one.read_shares(counts), layers)
 
     def _add_matrix(self, one: Op, ratios: Sequence[float], layers: int) -> None:
         """A linear op or gather in `layers` layers, with its ratio in every tier."""

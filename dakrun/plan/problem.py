@@ -142,7 +142,10 @@ class Problem:
 
         They are divided over the remote tiers in proportion to `ratios`, the op's in every tier.
         """
-        remote = remote_bytes(op, units) * op.read_bytes / op.resident_bytes
+        if op.chances:
+            remote = op.tier_reads((op.units - units, units))[1]
+        else:
+            remote = remote_bytes(op, units) * op.read_bytes / op.resident_bytes
         weights = ratios[1:] if sum(ratios[1:]) > 0 else [1.0] * (len(self.tiers) - 1)
         parts = [remote * w / sum(weights) for w in weights]
         return [op.read_bytes - remote, *parts]
@@ -201,4 +204,5 @@ class Problem:
             remote_rate=links.rate(remote, staged=staged),
             staged=staged,
             beyond=beyond,
+            classes=(1.0,) if staged else op.classes,
         )

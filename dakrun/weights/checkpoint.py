@@ -133,7 +133,7 @@ class Checkpoint:
         if whole is not None and whole.shape != joined.shape:
             raise self._misshapen(name, whole, joined)
         top = 0
-        for source in operand.sources:
+        for source in operand.in_checkpoint():
             extent = None
             if whole is not None:
                 extent = replace(whole, shape=operand.shape).rows(top, top + source.shape[0])

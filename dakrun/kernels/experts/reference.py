@@ -3,6 +3,7 @@
 Knows matrices that stack those of all experts, [E M, K], whose row blocks lie in any tiers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ class Chosen:
     """The experts of n tokens, k each, as n k pairs in the order of experts, then of tokens.
 
     `tokens`, int64 [n k], are the pairs' tokens, `weights`, float32 [n k], those of their experts.
-    `counts` has the pairs of each expert that has any, by its number, in order.
+    `counts` has the pairs of each expert that has any, by its place in the stacked matrices, in the
+    order of the experts' numbers.
     """
 
     tokens: torch.Tensor
@@ -51,16 +53,22 @@ def choose(
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    places: Sequence[int] | None = None,
 ) -> Chosen:
-    """The experts of x [n, H] by a router's weight [E, H] and bias [E], in float32."""
+    """The experts of x [n, H] by a router's weight [E, H] and bias [E], in float32.
+
+    `places` are those of the experts in stacked matrices, by default in the order of their numbers.
+    """
     experts, weights = choose(F.linear(x.float(), weight), bias, routing)
     of_pairs, order = experts.flatten().sort(stable=True)
-    numbers, counts = of_pairs.unique_consecutive(return_counts=True)
+    numbers, counts = (found.tolist() for found in of_pairs.unique_consecutive(return_counts=True))
+    at = numbers if places is None else [places[number] for number in numbers]
     return Chosen(
-        order // routing.top_k,
-        weights.flatten()[order],
-        dict(zip(numbers.tolist(), counts.tolist(), strict=True)),
+        order // routing.top_k, weights.flatten()[order], dict(zip(at, counts, strict=True))
     )
 
 
@@ -68,9 +76,9 @@ def gate_up(x: torch.Tensor, chosen: Chosen, weight: TieredMatrix, rows: int) ->
     """silu(gate) * up of each pair, [n k, M / 2], of x [n, K] and experts of M = `rows` rows."""
     out = x.new_empty(len(chosen.tokens), rows // 2)
     first = 0
-    for expert, count in chosen.counts.items():
+    for place, count in chosen.counts.items():
         pairs = slice(first, first + count)
-        matrix = _matrix(weight, expert * rows, (expert + 1) * rows, x.device)
+        matrix = _matrix(weight, place * rows, (place + 1) * rows, x.device)
         gate, up = F.linear(x[chosen.tokens[pairs]], matrix).chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out[pairs])
         first += count
@@ -86,9 +94,9 @@ def down(
     """
     out, rows = torch.zeros_like(residual, dtype=torch.float32), residual.shape[1]
     first = 0
-    for expert, count in chosen.counts.items():
+    for place, count in chosen.counts.items():
         pairs = slice(first, first + count)
-        matrix = _matrix(weight, expert * rows, (expert + 1) * rows, x.device)
+        matrix = _matrix(weight, place * rows, (place + 1) * rows, x.device)
         products = F.linear(x[pairs], matrix).float() * chosen.weights[pairs, None]
         out[chosen.tokens[pairs]] += products  # a token has an expert once
         first += count

@@ -1,0 +1,201 @@
+"""Popularity of experts: chances, their order in memory, and plans that place them by use."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from dakrun.config import ModelConfig, Popularity, Workload
+from dakrun.errors import UsageError
+from dakrun.hardware import load_profile
+from dakrun.models import decoder_of, known_model, read_model_config
+from dakrun.models.experts import Experts
+from dakrun.plan import Plan, Policy, decode_ops, make_plan
+from dakrun.plan.expert_choices import deviation_s, mean_longer
+from dakrun.plan.greedy import Curve, greedy_ratios
+from dakrun.plan.linear_program import OpLines, best_ratios
+
+
+def used(model: ModelConfig, popularity: Popularity | None) -> ModelConfig:
+    assert model.mixture
+    return replace(model, mixture=replace(model.mixture, popularity=popularity))
+
+
+def qwen(exponent: float | None = None) -> ModelConfig:
+    model = known_model("qwen3-30b-a3b")
+    assert model
+    return used(model, None if exponent is None else Popularity.zipf(48, 128, 8, exponent))
+
+
+def work(rows: int) -> Workload:
+    return Workload(batch_size=rows, prompt_len=32, new_tokens=32, max_model_len=64)
+
+
+def planned(model: ModelConfig, rows: int, **policy: object) -> Plan:
+    return make_plan(model, work(rows), load_profile("h100-sxm"), Policy(**policy))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_nothing_counted_is_like_nothing_known(rows: int) -> None:
+    empty = Popularity(((0,) * 128,) * 48, "none")
+    known, unknown = decode_ops(used(qwen(), empty), work(rows)), decode_ops(qwen(), work(rows))
+    for one, other in zip(known, unknown, strict=True):
+        assert one.read_bytes == pytest.approx(other.read_bytes, rel=1e-12)
+        assert one.classes == other.classes == (1.0,)
+
+
+def test_chances_are_those_of_counts_by_falling_use() -> None:
+    found = Popularity(((5, 0, 11), (0, 8, 8)), "counted")
+    assert found.orders == ((2, 0, 1), (1, 2, 0))
+    chances = [2 * 12 / 19, 2 * 6 / 19, 2 * 1 / 19], [2 * 9 / 19, 2 * 9 / 19, 2 * 1 / 19]
+    for rows in (1, 3):
+        expected = [
+            sum(1 - (1 - min(1.0, q)) ** rows for q in at) / 2 for at in zip(*chances, strict=True)
+        ]
+        assert found.chances(2, rows) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("counts", [((1, 2), (3,)), ((1, -2),), ((1, 2.5),), ()])
+def test_counts_that_are_no_table(counts: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(UsageError, match=r"x\.json: the counts are not a table"):
+        Popularity(counts, "x.json")
+
+
+def test_zipf_is_what_draws_without_replacement_choose() -> None:
+    found = Popularity.zipf(2, 32, 4, 1.0)
+    draw, seen = random.Random(0), [0] * 32
+    for _ in range(4000):
+        keys = [draw.expovariate(1 / (rank + 1)) for rank in range(32)]
+        for rank in sorted(range(32), key=keys.__getitem__)[:4]:
+            seen[rank] += 1
+    for chance, count in zip(found.chances(4, 1), seen, strict=True):
+        assert chance == pytest.approx(count / 4000, abs=0.05)
+    assert sum(found.chances(4, 1)) == pytest.approx(4, rel=1e-4)
+    assert found.orders[0] != found.orders[1]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "local"), [(1, 64), (4, 16), (16, 40)])
+def test_the_mean_of_the_longer_time_is_that_of_random_choices(
+    exponent: float, rows: int, local: int
+) -> None:
+    op = next(op for op in decode_ops(qwen(exponent), work(rows)) if op.name == "experts_down")
+    units = op.units // 128 * local
+    counts, rates = (units, op.units - units), (3.35e12, 52e9)
+    # Both take as long on average, where chance matters most.
+    reads = op.tier_reads(counts)
+    rates = rates[1] * reads[0] / reads[1], rates[1]
+    weights = torch.tensor([1 - (1 - p) ** (1 / rows) for p in op.chances], dtype=torch.float64)
+    # Weights whose draws without replacement have these chances, by the clocks of Popularity.zipf.
+    rings = -torch.log1p(-weights)
+    generator = torch.Generator().manual_seed(0)
+    clocks = torch.rand(3000, rows, 128, generator=generator, dtype=torch.float64)
+    chosen = (-clocks.log() / rings).topk(8, largest=False).indices
+    read = torch.zeros(3000, 128, dtype=torch.float64)
+    read.scatter_(1, chosen.flatten(1), 1.0)
+    expert = op.resident_bytes / 128
+    times = [expert * part.sum(1) / rate for part, rate in
+             zip((read[:, :local], read[:, local:]), rates, strict=True)]  # fmt: skip
+    measured = float(torch.maximum(*times).mean())
+    a, b = (float(time.mean()) for time in times)
+    deviation = deviation_s(op, counts, 1, *rates)
+    assert float((times[0] - times[1]).std()) == pytest.approx(deviation, rel=0.15)
+    assert measured > max(a, b) * 1.005
+    assert mean_longer(a, b, deviation) == pytest.approx(measured, rel=0.02)
+
+
+def test_the_most_read_experts_lie_in_hbm() -> None:
+    plans = [planned(qwen(exponent), 8, offload_ratio=0.5) for exponent in (None, 1.0)]
+    alike, by_use = (plan.read_bytes(1) / sum(map(plan.read_bytes, (0, 1))) for plan in plans)
+    assert alike > 0.4 and by_use < 0.25
+    assert plans[0].predicted_s / plans[1].predicted_s > 1.8
+    up = plans[1].op("experts_gate_up")
+    assert up.resident_bytes(1) == pytest.approx(up.op.layers * up.op.resident_bytes / 2, rel=0.05)
+    reads = sum(up.op.chances[64:]) / sum(up.op.chances)
+    assert up.read_bytes(1) == pytest.approx(up.op.layers * up.op.read_bytes * reads, rel=0.1)
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+def test_the_greedy_over_classes_is_an_optimum(exponent: float) -> None:
+    """For one remote tier, and totals that reach the ops' a: the linear program finds no better."""
+    weights = [(8 - i) ** -exponent for i in range(8)]
+    classes = tuple(w / sum(weights) for w in weights)
+    curves = [
+        Curve(6e9, 2e9, 0.7e-3, 3e12, 5e10, classes=classes),
+        Curve(2e9, 2e9, 2e9 / 3.05e12, 3e12, 5e10),
+        Curve(3e9, 1e9, 1e9 / 3.05e12, 3e12, 5e10, classes=classes),
+    ]
+    lines = [
+        OpLines(c.resident, ((c.floor, {}), (0.0, {0: c.read / c.local_rate}),
+                             (0.0, {1: c.read / c.remote_rate})), c.classes)
+        for c in curves
+    ]  # fmt: skip
+    least, draw = sum(c.a * c.resident for c in curves), random.Random(0)
+
+    def seconds(ratios: list[float]) -> float:
+        return sum(c.time(x) for c, x in zip(curves, ratios, strict=True))
+
+    for total in (least, 3e9, 6e9, 9e9):
+        ours = greedy_ratios(curves, total)
+        assert sum(x * c.resident for x, c in zip(ours, curves, strict=True)) == pytest.approx(
+            total
+        )
+        best = best_ratios(lines, (11e9, 11e9), total)
+        assert best is not None
+        assert seconds(ours) <= seconds([x for _, x in best]) * (1 + 1e-6)
+        for _ in range(200):  # nor is any other division faster
+            moved, (i, j) = list(ours), draw.sample(range(3), 2)
+            size = draw.random() * min(
+                moved[i] * curves[i].resident, (1 - moved[j]) * curves[j].resident
+            )
+            moved[i] -= size / curves[i].resident
+            moved[j] += size / curves[j].resident
+            assert seconds(ours) <= seconds(moved) * (1 + 1e-9)
+
+
+def test_segments_of_classes_rise_as_the_time_does() -> None:
+    curve = Curve(6e9, 2e9, 1e-3, 3e12, 5e10, classes=(0.05, 0.15, 0.3, 0.5))
+    slopes = [slope for slope, _ in curve.segments()]
+    assert slopes == sorted(slopes) and sum(n for _, n in curve.segments()) == pytest.approx(1)
+    x, seconds = 0.0, curve.time(0.0)
+    for slope, length in curve.segments():
+        x, seconds = x + length, seconds + slope * length
+        assert curve.time(x) == pytest.approx(seconds)
+    for x in (0.1, 0.3, 0.77):
+        assert curve.ratio(curve.reads(x)) == pytest.approx(x)
+
+
+def test_several_remote_tiers_hold_experts_by_use() -> None:
+    plan = make_plan(
+        qwen(1.0), work(8), load_profile("h200-nvlink-peer"),
+        Policy(hbm_budget=20 << 30, peer_budget=20 << 30, remote=("peer", "host")),
+    )  # fmt: skip
+    op = plan.op("experts_gate_up")
+    held = [(tier, op.resident_bytes(tier)) for tier in range(3) if op.resident_bytes(tier)]
+    means = [op.read_bytes(tier) / size for tier, size in held]
+    assert len(held) > 1 and means == sorted(means, reverse=True)
+    assert sum(map(op.read_bytes, range(3))) == pytest.approx(op.op.layers * op.op.read_bytes)
+
+
+def counts_of(config: ModelConfig) -> Popularity:
+    """Random counts in which all ranks occur."""
+    assert config.mixture
+    layers = config.num_layers - len(config.mixture.dense_layers)
+    draw = random.Random(3)
+    table = [draw.sample(range(90), config.mixture.routing.experts) for _ in range(layers)]
+    return Popularity(tuple(map(tuple, table)), "counted")
+
+
+def test_matrices_stack_experts_in_their_order(tmp_path: Path) -> None:
+    config = read_model_config(tiny_models.save("glm4-moe", tmp_path))
+    popular = used(config, counts_of(config))
+    modules = decoder_of(config).matrices(), decoder_of(popular).matrices()
+    for matrix, other in zip(*modules, strict=True):
+        if not isinstance(matrix, Experts):
+            assert matrix.sources == other.sources
+            continue
+        assert isinstance(other, Experts)
+        assert list(other.in_checkpoint()) == list(matrix.sources) != list(other.sources)
