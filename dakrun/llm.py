@@ -31,7 +31,7 @@ from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profil
 from dakrun.kernels.runtime import described_card, gpu_name
 from dakrun.memory.limits import check_threads, usable_cores
 from dakrun.memory.tiers import Tiers, allocate_tiers
-from dakrun.models import hub
+from dakrun.models import hub, popularity
 from dakrun.models.families import decoder_of
 from dakrun.plan import RESERVE_BYTES, RunKeywords, RunOptions
 from dakrun.report import make_report
@@ -129,6 +129,7 @@ class LLM(OfflineCalls):
     def close(self) -> None:
         """Free the tiers and end all generation. A second call does nothing."""
         if self._engine is not None:
+            self._keep_counts(self._engine)
             self._engine.close()
         self._engine = None  # its tensors view the tiers
         self._tiers.close()
@@ -188,7 +189,14 @@ class LLM(OfflineCalls):
             load_s=self.load_s,
             wall_s=wall_s,
             fallback=self.fallback,
+            use=self.engine.runner.expert_use,
         )
+
+    def _keep_counts(self, engine: Engine) -> None:
+        """Keep the counts of experts for the next plan; none of random weights."""
+        use = engine.runner.expert_use
+        if use is not None and self._directory is not None:
+            popularity.keep(self.config, use.counts())
 
     def _start(self) -> None:
         """Load the plan's weights and make the engine; on an error nothing stays allocated."""

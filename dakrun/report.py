@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 import dakrun
+from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.progress import EngineStats
 from dakrun.plan import Plan, run_bound
-from dakrun.plan.show.json import plan_dict
+from dakrun.plan.show.json import experts_figures, plan_dict
 from dakrun.units import ceil_div
 
 SCHEMA = 1
@@ -32,13 +33,14 @@ def make_report(
     load_s: float,
     wall_s: float,
     fallback: str | None = None,
+    use: ExpertUse | None = None,
 ) -> dict[str, Any]:
     """The run's report as JSON-ready data (schema 1).
 
     `op_seconds` are the measured seconds of a decode step by op; `details` are entries that the
     runner adds; `device` is the name of the GPU or CPU.
     `fallback` says why a GPU ran plain torch: predictions, which are those of kernels, then do not
-    count.
+    count. `use` has the counts of experts, if the model has any and they are counted.
 
     time.bound_s is the least time of the run's work (see plan.run_bound).
 
@@ -98,6 +100,7 @@ def make_report(
         "predicted_step_s": plan.predicted_s,
         "predictions_comparable": plan.profile.comparable and fallback is None,
         "fallback": fallback,
+        "experts": _experts(plan, use),
         **details,
         "ops": [
             {
@@ -127,6 +130,29 @@ def make_report(
             "threads": torch.get_num_threads(),
             "system": platform.platform(),
         },
+    }
+
+
+def _experts(plan: Plan, use: ExpertUse | None) -> dict[str, Any] | None:
+    """Experts of a layer that a decode step reads: predicted and measured; None without experts.
+
+    `predicted_per_step` is for full batches, `predicted_at_mean_batch` for the steps that were run.
+    """
+    found = experts_figures(plan)
+    if found is None:
+        return None
+    at_mean = None
+    if use is not None and use.steps:
+        rows = max(1, round(use.tokens / use.steps))
+        chances = next(op.op.with_rows(rows).chances for op in plan.ops if op.op.chances)
+        at_mean = sum(chances)
+    return {
+        "popularity": found["popularity"],
+        "predicted_per_step": found["experts_read_per_step"],
+        "predicted_at_mean_batch": at_mean,
+        "measured_per_step": use and use.read_per_step(),
+        "predicted_local_read_share": found["local_read_share"],
+        "measured_local_read_share": use and use.local_share(plan),
     }
 
 

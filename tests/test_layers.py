@@ -51,7 +51,7 @@ LIGHT_MODULES = {
         for name in (
             *("__init__", "decoder", "experts", "families", "files", "glm4_moe", "hf_config"),
             *("hf_mixture", "hub", "known", "known_mixtures", "llama", "mixtral", "modules"),
-            *("olmoe", "opt", "phi3", "quantization", "qwen3", "qwen3_moe"),
+            *("olmoe", "opt", "phi3", "popularity", "quantization", "qwen3", "qwen3_moe"),
         )
     ),
 }

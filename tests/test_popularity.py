@@ -1,5 +1,7 @@
 """Popularity of experts: chances, their order in memory, and plans that place them by use."""
 
+import io
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -7,21 +9,26 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from click.testing import CliRunner
+from rich.console import Console
 
-from dakrun.config import ModelConfig, Popularity, Workload
+from dakrun.cli.main import main
+from dakrun.config import ModelConfig, Popularity, SamplingParams, Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import load_profile
-from dakrun.models import decoder_of, known_model, read_model_config
+from dakrun.llm import LLM
+from dakrun.models import decoder_of, known_model, popularity, read_model_config
 from dakrun.models.experts import Experts
 from dakrun.plan import Plan, Policy, decode_ops, make_plan
 from dakrun.plan.expert_choices import deviation_s, mean_longer
 from dakrun.plan.greedy import Curve, greedy_ratios
 from dakrun.plan.linear_program import OpLines, best_ratios
+from dakrun.terminal import summary
 
 
-def used(model: ModelConfig, popularity: Popularity | None) -> ModelConfig:
+def used(model: ModelConfig, found: Popularity | None) -> ModelConfig:
     assert model.mixture
-    return replace(model, mixture=replace(model.mixture, popularity=popularity))
+    return replace(model, mixture=replace(model.mixture, popularity=found))
 
 
 def qwen(exponent: float | None = None) -> ModelConfig:
@@ -199,3 +206,164 @@ def test_matrices_stack_experts_in_their_order(tmp_path: Path) -> None:
             continue
         assert isinstance(other, Experts)
         assert list(other.in_checkpoint()) == list(matrix.sources) != list(other.sources)
+
+
+PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 40))]
+PARAMS = SamplingParams(max_tokens=12)
+
+
+def written(config: ModelConfig, path: Path) -> Path:
+    """A file with the counts of `counts_of`."""
+    popularity.keep(config, counts_of(config).counts)
+    popularity.kept_path(config).rename(path)
+    return path
+
+
+def answers(model: Path, **options: object) -> list[list[int]]:
+    with LLM(model, device="cpu", batch_size=2, max_model_len=64, **options) as llm:
+        return [list(one.token_ids) for one in llm.generate(PROMPTS, PARAMS, progress=False)]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "glm4-moe"])
+def test_the_order_of_experts_changes_no_token(name: str, tmp_path: Path) -> None:
+    """With single and with stacked tensors of experts, bits of logits included."""
+    model = tiny_models.save(name, tmp_path / "model")
+    file = str(written(read_model_config(model), tmp_path / "counts.json"))
+    policy = Policy(offload_ratio=0.4)
+    expected = answers(model, popularity="uniform")
+    assert answers(model, popularity=file, policy=policy) == expected
+    stacked = tmp_path / "stacked"
+    tiny_models.reference(name).save_pretrained(stacked, save_original_format=False)
+    assert answers(stacked, popularity=file, policy=policy) == expected
+    scored = [
+        llm.generate([PROMPTS[2]], SamplingParams(max_tokens=3, logprobs=2), progress=False)
+        for llm in (
+            LLM(model, device="cpu", batch_size=1, max_model_len=64, popularity=of)
+            for of in ("uniform", file)
+        )
+    ]
+    first, second = (of[0].logprobs for of in scored)
+    assert first is not None and first == second
+
+
+def test_a_run_counts_what_the_next_plan_uses(tmp_path: Path) -> None:
+    model = tiny_models.save("olmoe", tmp_path / "model")
+    config = read_model_config(model)
+    assert config.mixture
+    with LLM(model, device="cpu", batch_size=3, max_model_len=64) as llm:
+        assert llm.plan.model.mixture == config.mixture
+        llm.generate(PROMPTS, PARAMS, progress=False)
+        use, report = llm.engine.runner.expert_use, llm.report()
+    console = Console(file=(shown := io.StringIO()), width=200)
+    summary.render(report, console, verbose=True)
+    assert "placed by use (uniform); a step is predicted to read" in shown.getvalue()
+    assert use is not None
+    counts, tokens = use.counts(), sum(map(len, PROMPTS)) + 3 * 11
+    top_k = config.mixture.routing.top_k
+    assert [sum(layer) for layer in counts] == [tokens * top_k] * len(counts)
+    found = report["experts"]
+    assert found["popularity"] == "uniform" and found["measured_local_read_share"] == 1.0
+    assert top_k <= found["measured_per_step"] <= min(3 * top_k, config.mixture.routing.experts)
+    assert found["predicted_at_mean_batch"] == pytest.approx(found["predicted_per_step"])
+
+    with LLM(model, device="cpu", batch_size=3, max_model_len=64) as llm:
+        assert llm.plan.model.mixture and llm.plan.model.mixture.popularity
+        assert llm.plan.model.mixture.popularity.counts == tuple(map(tuple, counts))
+        llm.generate(PROMPTS[:1], PARAMS, progress=False)
+        assert llm.report()["experts"]["popularity"] == "earlier runs"
+    kept = json.loads(popularity.kept_path(config).read_text())["counts"]
+    assert sum(map(sum, kept)) > sum(map(sum, counts))
+    assert not list(popularity.kept_path(config).parent.glob(".*"))
+    options = ["plan", "--model", str(model), "--profile", "h100-sxm", "--json"]
+    planned = json.loads(CliRunner().invoke(main, options).stdout)["model"]["experts"]
+    assert planned["popularity"] == "earlier runs"
+    alike = json.loads(CliRunner().invoke(main, [*options, "--popularity", "uniform"]).stdout)
+    assert alike["model"]["experts"]["popularity"] == "uniform"
+
+
+def test_measured_reads_in_hbm_are_those_of_the_placement(tmp_path: Path) -> None:
+    model = tiny_models.save("olmoe", tmp_path / "model")
+    written(read_model_config(model), file := tmp_path / "counts.json")
+    with LLM(
+        model, device="cpu", batch_size=3, max_model_len=64, popularity=str(file),
+        policy=Policy(offload_ratio=0.5),
+    ) as llm:  # fmt: skip
+        llm.generate(PROMPTS, PARAMS, progress=False)
+        found, use = llm.report()["experts"], llm.engine.runner.expert_use
+        assert use is not None
+        experts = use.table.shape[-1]
+        local = total = 0.0
+        for layer, of in enumerate(use.table[0, :, 1].tolist()):
+            for name, weight in (("experts_gate_up", 2), ("experts_down", 1)):
+                placed = llm.plan.op(name)
+                rows = placed.placement[layer][0] / placed.op.units * experts
+                for at, count in enumerate(of):
+                    local += weight * count * min(1.0, max(0.0, rows - at))
+                    total += weight * count
+    assert 0 < found["measured_local_read_share"] < 1
+    assert found["measured_local_read_share"] == pytest.approx(local / total, rel=0.02)
+
+
+def test_random_weights_neither_count_nor_use_counts(tmp_path: Path) -> None:
+    model = tiny_models.save("olmoe", tmp_path / "model")
+    answers(model, load_format="dummy")
+    assert not popularity.kept_path(read_model_config(model)).parent.exists()
+
+
+def test_a_damaged_file_in_the_cache_is_written_again(tmp_path: Path) -> None:
+    config = read_model_config(tiny_models.save("olmoe", tmp_path))
+    path = popularity.kept_path(config)
+    popularity.keep(config, counts_of(config).counts)
+    path.write_text("{")
+    assert popularity.with_popularity(config, "auto") == config
+    popularity.keep(config, counts_of(config).counts)
+    assert popularity.read(path, config, "x").counts == counts_of(config).counts
+
+
+def refused(model: str, name: str) -> str:
+    """The error line of a plan with that popularity."""
+    options = ["plan", "--model", model, "--profile", "h100-sxm", "--popularity", name]
+    result = CliRunner().invoke(main, options)
+    error, hint = result.stderr.strip().splitlines()
+    assert result.exit_code == 2 and "hint: " in hint
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"experts": 9}, "counts of tiny, whose experts is 9; that of qwen3-30b-a3b is 128"),
+        ({"layers": [0]}, "whose layers is 1 layers; that of qwen3-30b-a3b is 48 layers"),
+        ({"family": "olmoe"}, "whose family is olmoe"),
+        ({"counts": [[1]]}, "counts is not a table of 48 layers by 128 experts"),
+        ({"counts": [[0.5] * 128] * 48}, "the counts are not a table of integers"),
+        ({"dakrun_popularity": 2}, "not a popularity file: dakrun_popularity is 2, not 1"),
+    ],
+)
+def test_popularity_files_that_are_not_of_the_model(
+    changed: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    model, path = qwen(), tmp_path / "counts.json"
+    popularity.keep(model, [[1] * 128] * 48)
+    data = json.loads(popularity.kept_path(model).read_text()) | {"model": "tiny"}
+    path.write_text(json.dumps(data | changed))
+    assert message in refused("qwen3-30b-a3b", str(path))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        ("qwen3-30b-a3b", "zipf:much", "'much' is not a number from 0 to 10"),
+        ("qwen3-30b-a3b", "nowhere.json", "--popularity nowhere.json: no such file"),
+        ("opt-6.7b", "zipf:1", "--popularity zipf:1: opt-6.7b has no experts"),
+    ],
+)
+def test_popularities_that_do_not_exist(model: str, name: str, message: str) -> None:
+    assert message in refused(model, name)
+
+
+def test_plan_says_by_which_use_experts_are_placed() -> None:
+    options = ["plan", "--model", "qwen3-30b-a3b", "--profile", "h100-sxm", "--batch-size", "8",
+               "--offload-ratio", "0.5", "--popularity", "zipf:1.0"]  # fmt: skip
+    text = " ".join(CliRunner().invoke(main, options, catch_exceptions=False).output.split())
+    assert "of it in hbm; placed by use (zipf:1)" in text

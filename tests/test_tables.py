@@ -182,8 +182,11 @@ def test_a_runs_report(columns: int) -> None:
     found: dict[str, Any] = {
         "model": {"name": "opt-66b [b]", "dtype": "bfloat16", "weight_bytes": 122 << 30},
         "machine": {"device": "NVIDIA H200", "threads": 16},
-        "plan": {"profile": {"name": "h200-nvlink-peer"},
+        "plan": {"profile": {"name": "h200-nvlink-peer"}, "tiers": [{"name": "hbm"}],
                  "workload": {"max_model_len_tokens": 4096}},
+        "experts": {"popularity": "earlier runs", "predicted_per_step": 123.4,
+                    "predicted_at_mean_batch": 112.5, "measured_per_step": 113.7,
+                    "predicted_local_read_share": 0.75, "measured_local_read_share": 0.83},
         "requests": {"finished": 123456, "prompt_tokens": 1234567, "new_tokens": 12345678,
                      "shared_prompt_tokens": 123456,
                      "capped": 12, "preempted": 3, "swapped": 2,

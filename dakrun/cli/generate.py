@@ -19,6 +19,7 @@ from dakrun.cli.options import (
     load_format_option,
     model_options,
     policy_options,
+    popularity_option,
     profile_option,
     ray_options,
     reasoning_option,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @profile_option
 @limits_option
 @policy_options
+@popularity_option
 @load_format_option()
 @format_option("With dummy weights: ")
 @chat_template_option

@@ -89,6 +89,15 @@ def format_option(prefix: str = "") -> Decorator:
     )
 
 
+popularity_option = option(
+    "--popularity",
+    default="auto",
+    metavar="auto|uniform|zipf:S|FILE",
+    help="How often tokens choose each expert of a mixture: what earlier runs counted (auto), all "
+    "alike, Zipf's law, or a file's counts. Experts of most use lie in HBM.",
+)
+
+
 def _template(ctx: click.Context, param: click.Parameter, name: str | None) -> str | None:
     """The text of --chat-template."""
     if name is None:

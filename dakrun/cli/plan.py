@@ -16,6 +16,7 @@ from dakrun.cli.options import (
     length_options,
     model_options,
     policy_options,
+    popularity_option,
     profile_option,
     run_options,
     wide_option,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     help="Predict a run of generate --ray on so many machines of each profile; needs -i.",
 )
 @policy_options
+@popularity_option
 @wide_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
 @click.option("--plot", metavar="FILE.png", help="Draw the roofline and the speed by ratio.")

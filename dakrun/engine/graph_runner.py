@@ -21,6 +21,7 @@ from dakrun.engine.decode_step import (
     fill_order,
     fitting,
 )
+from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.mask_writer import MaskWriter
@@ -76,6 +77,7 @@ class GraphRunner:
     """
 
     ahead = 2
+    expert_use: ExpertUse | None = None
 
     def __init__(self, step: DecodeStep, prefill: Prefill, cache: KVCache, shape: KVShape) -> None:
         """Capture all buckets. Passes of `prefill` may overwrite the ring where steps stage."""

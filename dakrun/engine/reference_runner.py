@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dakrun.engine.expert_use import ExpertUse, has_experts
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.runner import Chosen
@@ -38,7 +39,9 @@ SCORED_LOGITS = 2**24
 class ReferenceBackend:
     """The ops of a pass over unpacked `weights`, each part read from its tier."""
 
-    def __init__(self, model: Decoder, weights: Weights) -> None:
+    def __init__(self, model: Decoder, weights: Weights, use: ExpertUse | None = None) -> None:
+        """`use` counts the experts that are chosen."""
+        self._use = use
         self._eps, self._vectors = model.config.norm_eps, weights.resident
         self.matrices = weights.matrices
 
@@ -82,7 +85,10 @@ class ReferenceBackend:
         x, bias = self._norm(norm, x), router.bias
         weight = self._vectors[router.weight.name]
         of_bias = None if bias is None else self._vectors[bias.name]
-        return x, experts.route(x, weight, of_bias, router.routing, router.places)
+        chosen = experts.route(x, weight, of_bias, router.routing, router.places)
+        if self._use:
+            self._use.add(router, chosen.counts)
+        return x, chosen
 
     def experts(
         self,
@@ -231,7 +237,8 @@ class ReferenceRunner:
         self.order: Sequence[int] = range(cache.slots)
         self._model, self.cache, self._layout = model, cache, layout
         self._device = cache.device
-        backend = ReferenceBackend(model, weights)
+        self.expert_use = ExpertUse(model) if has_experts(model) else None
+        backend = ReferenceBackend(model, weights, self.expert_use)
         self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
         self.weights = weights
         self._backend = backend
@@ -311,6 +318,8 @@ class ReferenceRunner:
         A row whose `tokens` are fewer than its `length` begins with the newest token of its slot.
         """
         rows, ids, positions, wanted = step.rows, list[int](), list[int](), list[int]()
+        if self.expert_use:
+            self.expert_use.begin_step(len(step.decode), prompts=bool(step.prompts))
         for row in rows:
             if len(row.tokens) < row.length:
                 ids.append(self._newest[row.slot])

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import log_probabilities
 from dakrun.engine.sampler import sample
@@ -24,12 +25,14 @@ class Runner(Protocol):
     A slot needs blocks of `cache` for all positions that a pass or step reads and writes. `order`
     lists the slots in the order in which to fill them. Up to `ahead` steps may be launched before
     the tokens of the oldest are collected. A step takes up to `chunk_tokens` tokens of prompts.
+    `expert_use` counts the choices of routers; None if the model has none, or they are not counted.
     """
 
     cache: KVCache
     order: Sequence[int]
     ahead: int
     chunk_tokens: int
+    expert_use: ExpertUse | None
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op, as far as known, with all slots `length` positions long.

@@ -12,6 +12,7 @@ from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, Workload,
 from dakrun.errors import check_choice, check_count, check_number, invalid_value
 from dakrun.formats.named import NAMES as FORMAT_NAMES
 from dakrun.hardware import HardwareProfile
+from dakrun.models.popularity import AUTO, with_popularity
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, choose_batch_size
 from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.plan import Plan
@@ -44,6 +45,9 @@ class RunOptions:
     - `load_format`: "dummy" makes random weights; the model may then be a known name, or a folder
       with only a config.json.
     - `format`: of the random weights of a model that is not quantized, such as "awq" or "fp8".
+    - `popularity`: how often tokens choose each expert of a mixture, by which experts are placed:
+      "auto" is what earlier runs counted, "uniform" all alike, "zipf:1.0" Zipf's law, else the name
+      of a file (see models/popularity.py).
     - `threads`: CPU threads of torch, in the whole process; by default one for each core that the
       process may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
@@ -68,6 +72,7 @@ class RunOptions:
     reasoning: str = "auto"
     load_format: LoadFormat = "auto"
     format: str = "auto"
+    popularity: str = AUTO
     threads: int | None = None
     started: datetime | None = None
 
@@ -99,6 +104,8 @@ class RunOptions:
             )
         if not isinstance(self.expected_run, ExpectedRun | None):
             raise invalid_value("expected_run", self.expected_run, "an ExpectedRun or None")
+        if not isinstance(self.popularity, str):
+            raise invalid_value("popularity", self.popularity, "a name or a file's name")
         if not isinstance(self.started, datetime | None):
             raise invalid_value("started", self.started, "a datetime or None")
         if not isinstance(self.policy, Policy):
@@ -111,8 +118,9 @@ class RunOptions:
 
         A `batch_size` "auto" is chosen under the policy `choosing`, by default `self.policy`.
         Raises CannotRun if the budgets are too small, UsageError if `max_model_len` exceeds the
-        model's positions.
+        model's positions, or if the popularity is not of this model.
         """
+        model = with_popularity(model, self.popularity, kept=self.load_format != "dummy")
         workload, run = self._workload(model), self.expected_run
         if self.batch_size == "auto":
             limit = self.max_batch_size
@@ -166,5 +174,6 @@ class RunKeywords(TypedDict, total=False):
     reasoning: str
     load_format: LoadFormat
     format: str
+    popularity: str
     threads: int | None
     started: datetime | None

@@ -54,8 +54,6 @@ def make_fingerprint(
     """
     model = asdict(config)
     del model["name"]
-    if model["mixture"]:
-        del model["mixture"]["popularity"]  # which changes where weights lie, not the results
     weights = {}
     for path in safetensors_files(directory) if directory else ():
         if path.is_file():  # the loader reports one that is missing

@@ -81,11 +81,25 @@ def _all_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         "EB": f"{_rate(report['eb_bytes_per_s'])}; all weight and KV bytes read "
         f"{_rate(report['eb_total_bytes_per_s'])}",
     }
+    if experts := report["experts"]:
+        rows["experts"] = _experts(experts, plan["tiers"][0]["name"])
     for tier in report["tiers"]:
         parts = {k.removesuffix("_bytes"): v for k, v in tier.items() if k != "name" and v}
         text = ", ".join(f"{k} {format_bytes(v)}" for k, v in parts.items())
         rows[f"tier {tier['name']}"] = text or "empty"
     return list(rows.items())
+
+
+def _experts(experts: Mapping[str, Any], local: str) -> str:
+    """Experts of a layer that a step reads and where they lie, as predicted and as measured."""
+    shares = [experts[f"{kind}_local_read_share"] for kind in ("predicted", "measured")]
+    text = f"placed by use ({experts['popularity']}); a step is predicted to read "
+    if experts["measured_per_step"] is None:
+        return text + f"{experts['predicted_per_step']:.1f} in a layer, {shares[0]:.0%} in {local}"
+    return (
+        text + f"{experts['predicted_at_mean_batch']:.1f} in a layer, {shares[0]:.0%} in {local}; "
+        f"it read {experts['measured_per_step']:.1f}, {shares[1]:.0%}"
+    )
 
 
 def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:

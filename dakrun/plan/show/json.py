@@ -168,24 +168,28 @@ def kv_figures(plan: Plan) -> dict[str, float]:
     }
 
 
-def experts_figures(plan: Plan) -> dict[str, float] | None:
+def experts_figures(plan: Plan) -> dict[str, Any] | None:
     """Experts of a layer, those of a token, and those that a step is expected to read.
 
-    `read_share` is their share of the bytes of all experts. None without experts.
+    `read_share` is their share of the bytes of all experts, `local_read_share` what is read in HBM
+    of these. None without experts.
     """
     if plan.model.mixture is None:
         return None
     routing = plan.model.mixture.routing
-    ops = [op.op for op in plan.ops if op.op.category == "experts"]
+    placed = [op for op in plan.ops if op.op.category == "experts"]
+    ops, popularity = [op.op for op in placed], plan.model.mixture.popularity
     resident = sum(op.layers * op.resident_bytes for op in ops)
     read = sum(op.layers * op.read_bytes for op in ops)
     return {
         "experts": routing.experts,
         "experts_per_token": routing.top_k,
+        "popularity": popularity.source if popularity else "uniform",
         "experts_read_per_step": routing.experts * read / resident,
         "resident_bytes": resident,
         "read_bytes_per_step": read,
         "read_share": read / resident,
+        "local_read_share": sum(op.read_bytes(0) for op in placed) / read,
     }
 
 

@@ -210,6 +210,10 @@ def _experts_rows(plan: Plan) -> list[tuple[str, str]]:
         f"{rows} row{'s' * (rows > 1)} is expected to read {found['experts_read_per_step']:.1f}, "
         f"{format_bytes(found['read_bytes_per_step'])} of {format_bytes(found['resident_bytes'])}"
     )
+    if (local := found["local_read_share"]) < 1:
+        text += f", {local:.0%} of it in {plan.tiers[0]}"
+    if plan.model.mixture and plan.model.mixture.popularity:
+        text += f"; placed by use ({found['popularity']})"
     return [("experts", text)]
 
 

@@ -1,0 +1,93 @@
+"""Counts of the experts that a run's tokens chose and its steps read.
+
+Knows the layers with experts and their order in memory; knows neither kernels nor files.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from dakrun.models.decoder import Decoder
+from dakrun.models.experts import Experts, Mixture, Router
+from dakrun.plan import Plan
+
+DECODE, PROMPTS = range(2)  # kinds of steps: without and with tokens of prompts
+CHOSEN, READ = range(2)  # counts: tokens that chose an expert, steps that read it
+
+
+class ExpertUse:
+    """`table`, int32 [kinds, layers with experts, counts, E] on `device`, by the experts' places.
+
+    `rows` of the table is what a router adds to in a step; the host calls `begin_step` for each.
+    `steps` and `tokens` count decode steps and their rows.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
+        self._mixtures = [
+            layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, Mixture)
+        ]
+        routers = [mixture.router for mixture in self._mixtures]
+        self._numbers = {router.layer: number for number, router in enumerate(routers)}
+        experts = routers[0].routing.experts
+        self.table = torch.zeros(
+            2, len(routers), 2, experts, dtype=torch.int32, device=torch.device(device)
+        )
+        self.kind = DECODE
+        self.steps = self.tokens = 0
+
+    def begin_step(self, rows: int, *, prompts: bool) -> None:
+        """Let what follows belong to a step of `rows` decode rows, or to one with `prompts`."""
+        self.kind = PROMPTS if prompts else DECODE
+        if not prompts:
+            self.steps, self.tokens = self.steps + 1, self.tokens + rows
+
+    def rows(self, router: Router, kind: int | None = None) -> torch.Tensor:
+        """The counts int32 [2, E], CHOSEN and READ, of a router in steps of a kind, as a view."""
+        return self.table[self.kind if kind is None else kind, self._numbers[router.layer]]
+
+    def add(self, router: Router, tokens: Mapping[int, int]) -> None:
+        """Count `tokens` by the places of the experts that they chose, on the CPU."""
+        rows, places = self.rows(router), torch.tensor(list(tokens))
+        rows[CHOSEN, places] += torch.tensor(list(tokens.values()), dtype=torch.int32)
+        rows[READ, places] += 1
+
+    def clear(self) -> None:
+        """Forget all counts."""
+        self.table.zero_()
+        self.steps = self.tokens = 0
+
+    def counts(self) -> list[list[int]]:
+        """Tokens that chose each expert, in all steps, by layer and by the expert's number."""
+        by_place = self.table[:, :, CHOSEN].sum(0).tolist()
+        found = []
+        for mixture, counts in zip(self._mixtures, by_place, strict=True):
+            of_layer = [0] * len(counts)
+            for expert, count in zip(mixture.router.order, counts, strict=True):
+                of_layer[expert] = count
+            found.append(of_layer)
+        return found
+
+    def read_per_step(self) -> float | None:
+        """Mean number of experts of a layer that a decode step read; None without a step."""
+        read = self.table[DECODE, :, READ]
+        return int(read.sum()) / (len(read) * self.steps) if self.steps else None
+
+    def local_share(self, plan: Plan) -> float | None:
+        """Share of the bytes of experts that decode steps read in HBM; None without a step."""
+        local = total = 0.0
+        seen: dict[str, int] = {}
+        for number, mixture in enumerate(self._mixtures):
+            read = self.table[DECODE, number, READ].tolist()
+            for matrix in (mixture.up, mixture.down):
+                layer = seen[matrix.op] = seen.get(matrix.op, -1) + 1
+                placed = plan.op(matrix.op)
+                experts = placed.op.shares(placed.placement[layer])[0] * len(read)
+                inside = (max(0.0, min(1.0, experts - at)) * n for at, n in enumerate(read))
+                local += sum(inside) * placed.op.resident_bytes
+                total += sum(read) * placed.op.resident_bytes
+        return local / total if total else None
+
+
+def has_experts(model: Decoder) -> bool:
+    """Whether any layer of `model` has experts."""
+    return any(isinstance(module, Experts) for module in model.modules())
