@@ -6,7 +6,7 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -196,7 +196,8 @@ class LLM(OfflineCalls):
         """Keep the counts of experts for the next plan; none of random weights."""
         use = engine.runner.expert_use
         if use is not None and self._directory is not None:
-            popularity.keep(self.config, use.counts())
+            with suppress(RuntimeError):  # of a GPU that has failed
+                popularity.keep(self.config, use.counts())
 
     def _start(self) -> None:
         """Load the plan's weights and make the engine; on an error nothing stays allocated."""

@@ -10,10 +10,12 @@
 //     hide experts outside the row's best groups, whose two largest `by` have the largest sums
 //     take the expert of the largest `by` k times: of equal ones the first, as NaN is the largest
 //     weights = scores, divided by their sum if renormalized, * scale
-//     store the row's experts in ascending order, and for each expert a mask of the tile's rows
+//     store the row's experts in ascending order, each by its place in the stacked matrices, and
+//     for each of these a mask of the tile's rows
 //   the last CTA of all:
 //     count the rows of each expert, add up the counts, and give every pair of a row and an expert
 //     its place: experts one after the other, each with its rows in order
+//   Experts that are read often may be stacked first; choices and the order of sums go by number.
 
 #include "common.cuh"
 #include "cta_reduce.cuh"
@@ -36,6 +38,8 @@ struct RouteArgs {
   float* weights;       // [n * top_k]: the weight of each pair
   int* ends;            // [experts]: pairs of the experts up to this one
   int* places;          // [n, top_k]: pairs of a row by ascending expert; -1 without a request
+  const int* stacked;   // [experts]: the place of each in stacked matrices; null: its number
+  int* use;             // [2, experts]: rows that chose each place, launches that read it; or null
   float* logits;        // [n, experts], scratch, as are the next three
   float2* chosen;       // [n, top_k]: an expert's number, as bits, and its weight
   float2* masks;        // [tiles, experts]: rows of a tile, and pairs of earlier tiles, as bits
@@ -198,6 +202,7 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
   for (int i = 0; i < args.top_k; i++)
     rank += __shfl_sync(0xffffffff, mine, i) < mine;
   if (lane >= args.top_k) return;
+  if (args.stacked != nullptr) mine = args.stacked[mine];
   picked[mine] = 1;
   args.chosen[static_cast<int64_t>(row) * args.top_k + rank] =
       float2{__uint_as_float(static_cast<uint32_t>(mine)), weight * args.scale};
@@ -215,6 +220,10 @@ __device__ __forceinline__ void place(const RouteArgs& args, int tiles, int* end
       pairs += __popc(__float_as_uint(mask.x));
     }
     ends[expert] = pairs;
+    if (args.use != nullptr && pairs > 0) {
+      args.use[expert] += pairs;
+      args.use[args.experts + expert] += 1;
+    }
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // a lane adds up neighbours; then their sums are added up

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dakrun.config import SamplingParams, Workload
+from dakrun.config import Popularity, SamplingParams, Workload
 from dakrun.engine import (
     SPLITK_ROWS,
     DecodeStep,
@@ -103,8 +103,15 @@ def model(
 def model_of(
     path: Path, batch: int, card: Card = CARD
 ) -> tuple[KernelBackend, KVCache, DecodeStep]:
-    """Parts of weights and slots in two tiers, which in some models the same CTAs read."""
+    """Parts of weights and slots in two tiers, which in some models the same CTAs read.
+
+    Experts are stacked in another order than that of their numbers.
+    """
     config = read_model_config(path)
+    if config.mixture:
+        counts = [tuple(range(config.mixture.routing.experts))] * config.num_layers
+        found = Popularity(tuple(counts[len(config.mixture.dense_layers) :]), "counted")
+        config = replace(config, mixture=replace(config.mixture, popularity=found))
     work = Workload(batch_size=batch, prompt_len=16, new_tokens=8, max_model_len=100)
     policy = Policy(
         hbm_budget=2**30, host_budget=2**30, offload_ratio=0.3, kv_offload_ratio=0.5,
@@ -197,6 +204,10 @@ def test_prompts_and_steps(
         Row(1, 0, scored, length=5, tokens=prompts[1][:5], wanted=0, scored=prompts[1][1:6]),
     ]
     (found,), hidden = prefill.logits(parts)
+    if (use := backend.expert_use) is not None:
+        top_k = backend.model.config.mixture.routing.top_k
+        assert [sum(of) for of in use.counts()] == [(66 + 4 + 5) * top_k] * len(use.counts())
+        use.clear()
     assert close(found, logits(reference, prompts[0]))
     none, scores = prefill.scores(Step([], parts), hidden).collect()
     assert not none and len(scores) == 5

@@ -133,6 +133,40 @@ def test_a_row_of_nan_chooses_experts_all_the_same(kernel_device: str) -> None:
     assert weights[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> None:
+    """Pairs go by places; what is chosen, and the order of a row's pairs, by numbers."""
+    rule = Routing(experts=24, top_k=top_k, scores="sigmoid", groups=3, top_groups=2)
+    x = normal(37, 40, dtype=torch.bfloat16, device=kernel_device)
+    weight = normal(24, 40, dtype=torch.float32, device=kernel_device)
+    weight[[5, 20, 3]] = weight[4].clone()  # equal scores
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    stacked = order.argsort().int().to(kernel_device)
+    plain, other = (Routed.allocate(37, rule, kernel_device) for _ in range(2))
+    use = torch.ones(2, 24, dtype=torch.int32, device=kernel_device)
+    lengths = torch.arange(37, dtype=torch.int32, device=kernel_device)
+    lengths[9] = -1
+    route(x, weight, rule, plain, lengths=lengths)
+    for _ in range(2):
+        route(x, weight, rule, other, lengths=lengths, stacked=stacked, use=use)
+    counts = [torch.diff(of.ends.cpu(), prepend=torch.tensor([0])) for of in (plain, other)]
+    assert counts[1].equal(counts[0][order].int())
+    assert (use[0].cpu() - 1).equal(2 * counts[1]) and (use[1].cpu() - 1).equal(
+        2 * (counts[1] > 0).int()
+    )
+    found = []
+    for out, of in zip((plain, other), counts, strict=True):
+        by_place = torch.arange(24).repeat_interleave(of)
+        pairs = out.places.cpu()
+        at = by_place[pairs.clamp(min=0)]
+        found.append((at if out is plain else order[at], out.weights.cpu()[pairs.clamp(min=0)]))
+        rows = torch.arange(37)[:, None].expand_as(pairs)
+        assert out.tokens.cpu()[pairs[pairs >= 0]].equal(rows[pairs >= 0].int())
+    has = plain.places.cpu() >= 0
+    assert has.equal(other.places.cpu() >= 0) and has.sum() == 36 * top_k
+    assert found[0][0][has].equal(found[1][0][has]) and found[0][1][has].equal(found[1][1][has])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -142,6 +176,8 @@ def test_a_row_of_nan_chooses_experts_all_the_same(kernel_device: str) -> None:
         ({"weight": torch.zeros(8 * 16 + 1)[1:].view(8, 16)}, "weight to be aligned to 16 bytes"),
         ({"bias": torch.zeros(9)}, r"bias as \[8\] of torch.float32"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths as \[2\]"),
+        ({"stacked": torch.zeros(9, dtype=torch.int32)}, r"stacked as \[8\]"),
+        ({"use": torch.zeros(2, 9, dtype=torch.int32)}, r"use as \[2, 8\]"),
         ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), "cpu")}, r"places as \[2, 2\]"),
         ({"routing": Routing(experts=520, top_k=2)}, "up to 512 experts"),
         ({}, "current GPU"),

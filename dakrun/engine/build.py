@@ -104,7 +104,7 @@ def build_runner(
     room = torch.empty(staged if remote else 0, dtype=torch.uint8, device=device)
     tokens = pass_tokens(plan.workload, chunk_tokens)
     prompts = Prefill(
-        backend.with_buffers(prefill, tokens + cache.slots, logits=False),
+        backend.with_buffers(prefill, tokens + cache.slots, logits=False, prompts=True),
         cache, shape, room, chunk_tokens,
     )  # fmt: skip
     return GraphRunner(step, prompts, cache, shape)

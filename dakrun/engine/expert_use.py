@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from dakrun.models.decoder import Decoder
-from dakrun.models.experts import Experts, Mixture, Router
+from dakrun.models.experts import Mixture, Router
 from dakrun.plan import Plan
 
 DECODE, PROMPTS = range(2)  # kinds of steps: without and with tokens of prompts
@@ -23,14 +23,12 @@ class ExpertUse:
     """
 
     def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
-        self._mixtures = [
-            layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, Mixture)
-        ]
-        routers = [mixture.router for mixture in self._mixtures]
-        self._numbers = {router.layer: number for number, router in enumerate(routers)}
-        experts = routers[0].routing.experts
+        self._mixtures = _mixtures(model)
+        found = routers(model)
+        self._numbers = {router.layer: number for number, router in enumerate(found)}
+        experts = found[0].routing.experts
         self.table = torch.zeros(
-            2, len(routers), 2, experts, dtype=torch.int32, device=torch.device(device)
+            2, len(found), 2, experts, dtype=torch.int32, device=torch.device(device)
         )
         self.kind = DECODE
         self.steps = self.tokens = 0
@@ -89,5 +87,15 @@ class ExpertUse:
 
 
 def has_experts(model: Decoder) -> bool:
-    """Whether any layer of `model` has experts."""
-    return any(isinstance(module, Experts) for module in model.modules())
+    """Whether a layer of `model` has experts."""
+    return bool(_mixtures(model))
+
+
+def routers(model: Decoder) -> list[Router]:
+    """The routers of `model`, layer by layer."""
+    return [mixture.router for mixture in _mixtures(model)]
+
+
+def _mixtures(model: Decoder) -> list[Mixture]:
+    found = (layer.feed_forward for layer in model.layers)
+    return [one for one in found if isinstance(one, Mixture)]

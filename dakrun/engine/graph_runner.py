@@ -77,7 +77,6 @@ class GraphRunner:
     """
 
     ahead = 2
-    expert_use: ExpertUse | None = None
 
     def __init__(self, step: DecodeStep, prefill: Prefill, cache: KVCache, shape: KVShape) -> None:
         """Capture all buckets. Passes of `prefill` may overwrite the ring where steps stage."""
@@ -97,6 +96,9 @@ class GraphRunner:
         self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
         self._adjustments: dict[int, torch.Tensor | None] = {}  # by slot
         self._capture()
+        if (use := self._backend.expert_use) is not None:
+            use.clear()  # what captures have counted
+        self.expert_use: ExpertUse | None = use
 
     def details(self) -> dict[str, Any]:
         """Replays and padding rows of each bucket, and the median gap between replays."""
@@ -112,6 +114,8 @@ class GraphRunner:
         """Start a step in the smallest bucket that holds all decode rows."""
         self.cache.flush()
         rows, prompts = step
+        if self.expert_use is not None:
+            self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         bucket = self._assign(rows) if rows else ()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         ended = [row for row in prompts if row.wanted]

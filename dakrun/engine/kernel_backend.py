@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse, has_experts, routers
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
@@ -58,6 +59,14 @@ class KernelBackend:
         }
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
+        device = self.like.device
+        self.expert_use = ExpertUse(model, device) if has_experts(model) else None
+        self._kind = DECODE  # of steps in which experts are counted
+        self._stacked = {
+            router.weight.name: torch.tensor(router.places, dtype=torch.int32, device=device)
+            for router in routers(model)
+            if router.places
+        }
         self._experts: ExpertProducts | None = None  # of passes for which buffers are kept
         self._passing: ExpertProducts | None = None  # of this pass
         self._kept: dict[str, torch.Tensor] = {}
@@ -73,15 +82,17 @@ class KernelBackend:
             self.rotations = table.to(self.like.device)
 
     def with_buffers(
-        self, staging: Staging | None, rows: int, *, logits: bool = True
+        self, staging: Staging | None, rows: int, *, logits: bool = True, prompts: bool = False
     ) -> "KernelBackend":
         """A copy of this backend whose matrices are staged by `staging`.
 
         Passes of up to `rows` tokens write to buffers that stay allocated: CUDA graphs need them,
         and the memory used does not depend on the order of passes. Without `logits` there is no
-        such buffer for the logits.
+        such buffer for the logits. Experts are counted as those of decode steps, or of steps with
+        `prompts`.
         """
         found = self._staged_by(staging)
+        found._kind = PROMPTS if prompts else DECODE
         found._kept = self._allocate(rows, logits=logits)
         found._experts = found._expert_products(rows)
         return found
@@ -189,7 +200,9 @@ class KernelBackend:
         assert self._passing, "a mixture's layer"
         x = self._normalize(norm, x, torch.empty_like(x), pad_grid=True)
         weight, bias = self._vectors[router.weight.name], self._vector(router.bias)
-        return x, self._passing.route(x, weight, bias, self._positions)
+        stacked = self._stacked.get(router.weight.name)
+        use = self.expert_use.rows(router, self._kind) if self.expert_use else None
+        return x, self._passing.route(x, weight, bias, self._positions, stacked, use)
 
     def experts(
         self,

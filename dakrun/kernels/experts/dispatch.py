@@ -69,6 +69,8 @@ class ExpertProducts:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lengths: torch.Tensor,
+        stacked: torch.Tensor | None = None,
+        use: torch.Tensor | None = None,
     ) -> Choices:
         """Choose the experts of x [n, H] as route.route() does; valid until the next call."""
         chunks = expert_chunks(len(x), self._card, self._atom_bytes)
@@ -76,8 +78,8 @@ class ExpertProducts:
         ctas = self._card.with_idle(1)
         for rows, out in found:
             route(
-                x[rows], weight, self._routing, out, bias=bias, lengths=lengths[rows], ctas=ctas,
-                pdl=True,
+                x[rows], weight, self._routing, out, bias=bias, lengths=lengths[rows],
+                stacked=stacked, use=use, ctas=ctas, pdl=True,
             )  # fmt: skip
         return found
 

@@ -23,6 +23,7 @@ MAX_CHOSEN, MAX_GROUPS = 32, 32
 class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "places"),
+        *operands.pointers("stacked", "use"),
         *operands.pointers("logits", "chosen", "masks", "arrivals"),
         *operands.ints("n", "hidden", "experts", "top_k", "groups", "top_groups"),
         *operands.ints("sigmoid", "renormalized"),
@@ -34,10 +35,11 @@ class _Args(ctypes.Structure):
 class Routed:
     """The choices of up to N rows, k experts each, as pairs of an expert and a row, on one GPU.
 
-    Pairs are in the order of experts, those of an expert in the order of rows. `tokens`, int32
-    [N k], are their rows, `weights`, float32 [N k], those of their experts; `ends`, int32 [E], are
-    the numbers of pairs of the experts up to each. `places`, int32 [N, k], are the pairs of each
-    row, by ascending expert; -1 in rows without a request. `scratch` belongs to the kernel.
+    Pairs are in the order of the experts' places, those of an expert in the order of rows.
+    `tokens`, int32 [N k], are their rows, `weights`, float32 [N k], those of their experts; `ends`,
+    int32 [E], are the numbers of pairs of the places up to each. `places`, int32 [N, k], are the
+    pairs of each row, by ascending number of their experts; -1 in rows without a request. `scratch`
+    belongs to the kernel.
     """
 
     tokens: torch.Tensor
@@ -88,13 +90,17 @@ def route(
     *,
     bias: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    stacked: torch.Tensor | None = None,
+    use: torch.Tensor | None = None,
     ctas: int = 0,
     pdl: bool = False,
 ) -> Routed:
     """Choose the experts of x [N, H], of 16 bits, by a router's weight [E, H] and bias [E].
 
     Weight and bias are float32; sums are float32, with the same bits however many rows there are.
-    Rows with negative `lengths`, int32 [N], are without a request and choose none. The launch has
+    Rows with negative `lengths`, int32 [N], are without a request and choose none. `stacked`,
+    int32 [E], has the place of each expert in stacked matrices, by default its number. The launch
+    adds to `use`, int32 [2, E], the rows that chose each place, and 1 where any did. It has
     `ctas` CTAs at least. With `pdl` it may start before its predecessor ends. Returns `out`, which
     has room for N rows. Raises ValueError if an operand has the wrong shape, dtype, device or
     alignment, or for more experts, choices or groups than the kernel takes.
@@ -115,6 +121,8 @@ def route(
         "weight": (weight, (experts, hidden), torch.float32),
         "bias": (bias, (experts,), torch.float32),
         "lengths": (lengths, (n,), torch.int32),
+        "stacked": (stacked, (experts,), torch.int32),
+        "use": (use, (2, experts), torch.int32),
         "ends": (out.ends, (experts,), torch.int32),
         "places": (out.places, (max(n, room), routing.top_k), torch.int32),
     }
@@ -131,6 +139,8 @@ def route(
         weights=out.weights.data_ptr(),
         ends=out.ends.data_ptr(),
         places=out.places.data_ptr(),
+        stacked=operands.address(stacked),
+        use=operands.address(use),
         **{name: scratch.data_ptr() for name, scratch in out.scratch.items()},
         n=n,
         hidden=hidden,
