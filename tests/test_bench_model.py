@@ -55,6 +55,7 @@ def sweep(**asked: Any) -> ModelSweep:
         "batch_sizes": (8,), "ratios": ("0",),
         "transports": ("auto",), "strategies": ("greedy",), "remote": "host",
         "dtype": "float16", "prompt_len": 32, "new_tokens": 32, "rival": None,
+        "popularity": "auto", "orders": ("use",),
         "hbm_budget": None, "host_budget": None, "peer_budget": None,
     }  # fmt: skip
     return model_sweep(**{**defaults, **asked})

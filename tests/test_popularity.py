@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dakrun.cli.main import main
-from dakrun.config import ModelConfig, Popularity, SamplingParams, Workload
+from dakrun.config import ModelConfig, Popularity, Routing, SamplingParams, Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import load_profile
+from dakrun.kernels.experts.reference import choose
 from dakrun.llm import LLM
 from dakrun.models import decoder_of, known_model, popularity, read_model_config
 from dakrun.models.experts import Experts
@@ -24,6 +25,7 @@ from dakrun.plan.expert_choices import deviation_s, mean_longer
 from dakrun.plan.greedy import Curve, greedy_ratios
 from dakrun.plan.linear_program import OpLines, best_ratios
 from dakrun.terminal import summary
+from dakrun.weights.random_routers import router_bias
 
 
 def used(model: ModelConfig, found: Popularity | None) -> ModelConfig:
@@ -367,3 +369,66 @@ def test_plan_says_by_which_use_experts_are_placed() -> None:
                "--offload-ratio", "0.5", "--popularity", "zipf:1.0"]  # fmt: skip
     text = " ".join(CliRunner().invoke(main, options, catch_exceptions=False).output.split())
     assert "of it in hbm; placed by use (zipf:1)" in text
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Routing(experts=64, top_k=8, biased=True),
+        Routing(experts=24, top_k=4, scores="sigmoid", biased=True, groups=4, top_groups=3),
+    ],
+    ids=["softmax", "groups"],
+)
+def test_the_bias_of_a_random_router_makes_tokens_choose_by_popularity(rule: Routing) -> None:
+    exponent = 0.6 if rule.groups > 1 else 1.0  # few groups do not allow any popularity
+    wanted = Popularity.zipf(3, rule.experts, rule.top_k, exponent)
+    bias = router_bias(wanted, 2, rule, 0.9)
+    logits = 0.9 * torch.randn(4000, rule.experts, generator=torch.Generator().manual_seed(5))
+    chosen, weights = choose(logits, bias, rule)
+    found = chosen.flatten().bincount(minlength=rule.experts) / 4000
+    expected = torch.tensor(wanted.chances(rule.top_k, 1))
+    assert (found[list(wanted.orders[2])] - expected).abs().max() < 0.05
+    torch.testing.assert_close(weights.sum(1), torch.ones(4000))
+
+
+def test_bench_measures_random_routers_by_popularity(tmp_path: Path) -> None:
+    model = tiny_models.save("mixtral", tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_local_experts": 32, "intermediate_size": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(
+        main,
+        ["bench", "--model", str(model), "--load-format", "dummy", "--popularity", "zipf:1.0",
+         "--expert-order", "use", "--expert-order", "number", "--batch-size", "12", "--ratio", "0.5",
+         "--new-tokens", "12", "--prompt-len", "8", "--dtype", "bfloat16", "--strategy", "uniform",
+         "--json"],
+        catch_exceptions=False,
+    )  # fmt: skip
+    by_use, by_number = json.loads(result.stdout)["rows"]
+    assert (by_use["order"], by_number["order"]) == ("use", "number")
+    assert by_use["experts_per_step"] == by_number["experts_per_step"]  # the same choices
+    assert by_use["experts_per_step"] == pytest.approx(
+        by_use["predicted_experts_per_step"], rel=0.25
+    )
+    assert by_use["local_read_share"] > by_number["local_read_share"] + 0.1
+    assert by_use["local_read_share"] == pytest.approx(
+        by_use["predicted_local_read_share"], abs=0.12
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "opt-6.7b", "--expert-order", "number"], "--expert-order is for mixtures"),
+        (["--model", "opt-6.7b", "--popularity", "zipf:1"], "opt-6.7b has no experts"),
+        (["--kernel", "gemm", "--popularity", "zipf:1"], "--popularity is an option of"),
+    ],
+)
+def test_bench_refuses(options: list[str], message: str) -> None:
+    given = (
+        ["bench", *options]
+        if "--kernel" in options
+        else ["bench", "--load-format", "dummy", *options]
+    )
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 2 and message in result.stderr

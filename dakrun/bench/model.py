@@ -62,6 +62,7 @@ def measure_model(
         "format": sweep.format,
         "prompt_tokens": sweep.prompt_len,
         "new_tokens": sweep.new_tokens,
+        "popularity": sweep.popularity,
     }
     header = head(subject, sweep.config.dtype, bench.ceilings, profile, command)
     rows: list[model_rows.ModelRow] = []
@@ -140,12 +141,15 @@ class ModelBench:
             policy=point.policy(sweep.policy),
             load_format=sweep.load_format,
             format=sweep.format,
+            popularity=point.popularity(sweep.popularity),
+            choices=sweep.popularity if sweep.load_format == "dummy" else AUTO,
         ) as llm:
             if llm.fallback:
                 self._progress(f"runs on plain torch, slower than the kernels: {llm.fallback}")
             llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
+            use = llm.engine.runner.expert_use
             links = self._links(llm)
             return model_rows.Run(
                 plan=llm.plan,
@@ -157,6 +161,8 @@ class ModelBench:
                 ceiling_bytes_per_s=links.total_rate(),
                 gap_s=llm.engine.runner.details().get("replay_gap_s"),
                 gpu_bytes=self._free - free if free else None,
+                experts_per_step=use.read_per_step() if use else None,
+                local_read_share=use.local_share(llm.plan) if use else None,
             )
 
     def _rounds(self, llm: LLM, batch_size: int) -> None:
@@ -170,6 +176,8 @@ class ModelBench:
 
         finish(min(WARM_UP_TOKENS, sweep.new_tokens))
         llm.engine.stats = EngineStats()
+        if (use := llm.engine.runner.expert_use) is not None:
+            use.clear()
         start = time.perf_counter()
         for done in range(self._count):
             if not done or time.perf_counter() - start < MAX_SECONDS:

@@ -11,10 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.model_sweep import ModelCase, ModelRatio, ModelSweep, Rival, TransportChoice
+from dakrun.bench.model_sweep import (
+    ModelCase,
+    ModelRatio,
+    ModelSweep,
+    Order,
+    Rival,
+    TransportChoice,
+)
 from dakrun.bench.output import Column, microseconds
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan import Links, OpPlan, Plan, Strategy, bound_time, predict_prefill
+from dakrun.plan.show.json import experts_figures
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
@@ -26,7 +34,8 @@ class Run:
     `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV on average; `ttft_s`
     is by request, batch after batch; `prefill_s` is that of a batch. `ceiling_bytes_per_s` is the
     sum over all tiers in use. On a GPU, `gap_s` is the time between two steps and `gpu_bytes` the
-    allocated memory without the CUDA context.
+    allocated memory without the CUDA context. Of a mixture a layer of a decode step read
+    `experts_per_step` experts, `local_read_share` of their bytes in HBM.
     """
 
     plan: Plan
@@ -38,6 +47,8 @@ class Run:
     ceiling_bytes_per_s: float
     gap_s: float | None = None
     gpu_bytes: int | None = None
+    experts_per_step: float | None = None
+    local_read_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +93,7 @@ class ModelRow:
     asked_transport: TransportChoice
     asked_ratio: ModelRatio
     strategy: Strategy
+    order: Order
     transports: str | None = None
     ratio: float | None = None
     steps: int | None = None
@@ -100,6 +112,10 @@ class ModelRow:
     predicted_ttft_s: float | None = None
     prefill_s: float | None = None
     gap_s: float | None = None
+    experts_per_step: float | None = None
+    predicted_experts_per_step: float | None = None
+    local_read_share: float | None = None
+    predicted_local_read_share: float | None = None
     rival: Rival | None = None
     rival_ratio: float | None = None
     rival_s: float | None = None
@@ -176,6 +192,7 @@ def failed_row(point: ModelCase, problem: str) -> ModelRow:
         asked_transport=point.transport,
         asked_ratio=point.ratio,
         strategy=point.strategy,
+        order=point.order,
         problem=problem,
     )
 
@@ -186,12 +203,13 @@ def measured_row(point: ModelCase, run: Run, rival: RivalRun | None = None) -> M
     tiers = range(len(plan.tiers))
     weights = sum(op.read_bytes(tier) for op in plan.weights() for tier in tiers)
     remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
-    on_gpu = run.gpu_bytes is not None
+    on_gpu, experts = run.gpu_bytes is not None, experts_figures(plan)
     return ModelRow(
         batch_size=point.batch_size,
         asked_transport=point.transport,
         asked_ratio=point.ratio,
         strategy=point.strategy,
+        order=point.order,
         transports="+".join(sorted(remote)) or None,
         ratio=plan.ratio,
         steps=len(run.step_s),
@@ -210,6 +228,10 @@ def measured_row(point: ModelCase, run: Run, rival: RivalRun | None = None) -> M
         predicted_ttft_s=predict_prefill(plan).predicted_s,
         prefill_s=run.prefill_s,
         gap_s=run.gap_s,
+        experts_per_step=run.experts_per_step,
+        predicted_experts_per_step=experts["experts_read_per_step"] if experts else None,
+        local_read_share=run.local_read_share,
+        predicted_local_read_share=experts["local_read_share"] if experts else None,
         **(rival.figures(time, plan.weight_bytes) if rival else {}),
         weight_bytes=plan.weight_bytes,
         hbm_read_bytes=plan.read_bytes(0),
@@ -276,10 +298,19 @@ _COLUMNS = (
 
 
 def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
-    """The columns of a table; strategy and rival only if the sweep varies or has them."""
+    """The columns of a table; strategy, experts and rival only if the sweep has them."""
     columns: tuple[Column, ...] = _COLUMNS
     if len(sweep.strategies) > 1:
         columns = (*columns[:1], Column("strategy", "strategy"), *columns[1:])
+    if len(sweep.orders) > 1:
+        columns = (*columns[:1], Column("order", "experts by"), *columns[1:])
+    if sweep.config.mixture:
+        columns += (
+            Column("experts_per_step", "experts read", "{:.1f}".format, rank=2),
+            Column("predicted_experts_per_step", "predicted", "{:.1f}".format, rank=7),
+            Column("local_read_share", "read in HBM", "{:.1%}".format, rank=2),
+            Column("predicted_local_read_share", "predicted", "{:.1%}".format, rank=7),
+        )
     if sweep.rival is None:
         return columns
     columns += (

@@ -15,6 +15,7 @@ from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.models import known_model, model_config
 from dakrun.models.hub import in_format
+from dakrun.models.popularity import UNIFORM, with_popularity
 from dakrun.plan import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"
@@ -22,24 +23,32 @@ AUTO: Literal["auto"] = "auto"
 ModelRatio = float | Literal["auto"]
 TransportChoice = Literal["auto", "direct", "staged"]
 Rival = Literal["transformers", "prefetch"]
+Order = Literal["use", "number"]  # of experts in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
     """Decode steps of `batch_size` requests with `ratio` of all weight and KV bytes offloaded.
 
-    With "auto" the planner chooses the ratio or the transport.
+    With "auto" the planner chooses the ratio or the transport. Experts are placed in the `order` of
+    their use, as far as it is known, or of their numbers.
     """
 
     batch_size: int
     ratio: ModelRatio
     transport: TransportChoice
     strategy: Strategy = "auto"
+    order: Order = "use"
 
     def __str__(self) -> str:
         ratio = "planned ratio" if self.ratio == AUTO else f"{self.ratio:.2%}"
         strategy = "" if self.strategy == "auto" else f", {self.strategy}"
-        return f"batch {self.batch_size}, {ratio} remote, {self.transport}{strategy}"
+        order = "" if self.order == "use" else f", experts by {self.order}"
+        return f"batch {self.batch_size}, {ratio} remote, {self.transport}{strategy}{order}"
+
+    def popularity(self, known: str) -> str:
+        """The popularity by which the point's experts are placed, of one that is `known`."""
+        return known if self.order == "use" else UNIFORM
 
     def policy(self, common: Policy) -> Policy:
         """The policy of the point's plan; `common` has the fields that all points share."""
@@ -58,7 +67,8 @@ class ModelSweep:
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
     random weights, in `format` (see RunOptions). `policy` has the remote tiers and the budgets.
     `rival` is another program to measure: "transformers" with the whole model in HBM, "prefetch"
-    also with layers in host memory.
+    also with layers in host memory. `popularity` is that of experts (see RunOptions): random
+    routers choose by it.
     """
 
     name: str
@@ -73,6 +83,8 @@ class ModelSweep:
     strategies: tuple[Strategy, ...]
     prompt_len: int
     new_tokens: int
+    popularity: str = AUTO
+    orders: tuple[Order, ...] = ("use",)
 
     def __post_init__(self) -> None:
         length, limit = self.prompt_len + self.new_tokens, self.config.max_positions
@@ -84,13 +96,14 @@ class ModelSweep:
             )
 
     def points(self) -> Iterator[ModelCase]:
-        """The points by batch size, transport, ratio and strategy."""
-        for batch_size, transport, ratio, strategy in itertools.product(
-            self.batch_sizes, self.transports, self.ratios, self.strategies
+        """The points by batch size, transport, ratio, strategy and order of experts."""
+        for batch_size, transport, ratio, strategy, order in itertools.product(
+            self.batch_sizes, self.transports, self.ratios, self.strategies, self.orders
         ):
             yield ModelCase(
-                batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy
-            )
+                batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy,
+                order=order,
+            )  # fmt: skip
 
     def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
         """The remote tiers in `profile`; an empty list if every ratio is 0.
@@ -115,6 +128,8 @@ def model_sweep(
     prompt_len: int,
     new_tokens: int,
     rival: Rival | None,
+    popularity: str,
+    orders: Sequence[Order],
     hbm_budget: int | None,
     host_budget: int | None,
     peer_budget: int | None,
@@ -131,9 +146,17 @@ def model_sweep(
             f"{model!r} names an architecture, not a checkpoint",
             hint="add --load-format dummy for random weights, or name a folder or a hub id",
         )
+    config = in_format(model_config(model).with_dtype(dtype), format)
+    if set(orders) != {"use"} and config.mixture is None:
+        raise UsageError(
+            f"--expert-order is for mixtures of experts; {config.name} has none",
+            hint="leave it out",
+        )
+    if popularity != AUTO:
+        with_popularity(config, popularity)  # raises if it is not of this model
     return ModelSweep(
         name=model,
-        config=in_format(model_config(model).with_dtype(dtype), format),
+        config=config,
         load_format=load_format,
         format=format,
         policy=Policy(
@@ -147,6 +170,8 @@ def model_sweep(
         ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
         transports=tuple(dict.fromkeys(transports)),
         strategies=tuple(dict.fromkeys(strategies)),
+        popularity=popularity,
+        orders=tuple(dict.fromkeys(orders)),
         prompt_len=prompt_len,
         new_tokens=new_tokens,
     )

@@ -43,6 +43,7 @@ OPTIONS_OF = {
             "prompt_len",
         ),
         *("new_tokens", "hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
+        *("popularity", "orders"),
     ),
 }
 
@@ -90,6 +91,21 @@ _bench_options = together(
         default=("auto",),
         help="model: greedy, an offload ratio for each op; uniform, one for all; auto, what is "
         "predicted to be fastest; repeatable.",
+    ),
+    option(
+        "--popularity",
+        default="auto",
+        metavar="auto|uniform|zipf:S|FILE",
+        help="model: how often tokens choose each expert: what earlier runs counted (auto), all "
+        "alike, Zipf's law, or a file's counts; routers of random weights choose by it.",
+    ),
+    choice_option(
+        "--expert-order",
+        "orders",
+        choices=("use", "number"),
+        multiple=True,
+        default=("use",),
+        help="model: experts of most use in HBM, or those of the lowest numbers; repeatable.",
     ),
     count_option("--prompt-len", default=32, help="model: tokens of a prompt."),
     count_option(
@@ -192,7 +208,7 @@ def bench(
     --model alone: decode steps of batches of requests, with a part of all weights in a remote tier.
     Runs on the CPU if there is no GPU. Needs --model; also takes --load-format, --format,
     --batch-size, --transport, --strategy, --prompt-len, --new-tokens, --hbm-budget, --host-budget,
-    --peer-budget, --rival, --plot.
+    --peer-budget, --popularity, --expert-order, --rival, --plot.
 
     --kernel gemm: X W^T with a part of W in a remote tier, and cuBLAS with all of W in HBM. Needs a
     GPU; takes --shape, --model, --rows, --ablations.

@@ -150,7 +150,8 @@ class MixtureConfig:
     """Feed-forwards of experts, of `ffn_size` each, in all layers but `dense_layers`.
 
     Experts that all tokens share have `shared_size` together. `popularity` is what is known of
-    their use, which decides their order in stacked matrices; None: nothing.
+    their use, which decides their order in stacked matrices; None: nothing. Random routers choose
+    by the popularity `choices`, if there is one.
     """
 
     routing: Routing
@@ -158,6 +159,7 @@ class MixtureConfig:
     shared_size: int = 0
     dense_layers: tuple[int, ...] = ()
     popularity: Popularity | None = None
+    choices: Popularity | None = None
 
     def order(self, layer: int) -> Sequence[int]:
         """The experts of `layer` in the order in which its matrices stack them."""

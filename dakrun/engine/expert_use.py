@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from dakrun.models.decoder import Decoder
-from dakrun.models.experts import Mixture, Router
+from dakrun.models.experts import Router, mixtures, routers
 from dakrun.plan import Plan
 
 DECODE, PROMPTS = range(2)  # kinds of steps: without and with tokens of prompts
@@ -23,7 +23,7 @@ class ExpertUse:
     """
 
     def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
-        self._mixtures = _mixtures(model)
+        self._mixtures = mixtures(model)
         found = routers(model)
         self._numbers = {router.layer: number for number, router in enumerate(found)}
         experts = found[0].routing.experts
@@ -84,18 +84,3 @@ class ExpertUse:
                 local += sum(inside) * placed.op.resident_bytes
                 total += sum(read) * placed.op.resident_bytes
         return local / total if total else None
-
-
-def has_experts(model: Decoder) -> bool:
-    """Whether a layer of `model` has experts."""
-    return bool(_mixtures(model))
-
-
-def routers(model: Decoder) -> list[Router]:
-    """The routers of `model`, layer by layer."""
-    return [mixture.router for mixture in _mixtures(model)]
-
-
-def _mixtures(model: Decoder) -> list[Mixture]:
-    found = (layer.feed_forward for layer in model.layers)
-    return [one for one in found if isinstance(one, Mixture)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse, has_experts, routers
+from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
@@ -21,7 +21,7 @@ from dakrun.kernels.runtime import card_of
 from dakrun.launches import By, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
-from dakrun.models.experts import Experts, Router
+from dakrun.models.experts import Experts, Router, routers
 from dakrun.models.functional import rope_table
 from dakrun.models.modules import Attention, Embedding, Linear, Norm, Operand
 from dakrun.weights.loading import Weights
@@ -60,7 +60,7 @@ class KernelBackend:
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         device = self.like.device
-        self.expert_use = ExpertUse(model, device) if has_experts(model) else None
+        self.expert_use = ExpertUse(model, device) if routers(model) else None
         self._kind = DECODE  # of steps in which experts are counted
         self._stacked = {
             router.weight.name: torch.tensor(router.places, dtype=torch.int32, device=device)

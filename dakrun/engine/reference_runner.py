@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dakrun.engine.expert_use import ExpertUse, has_experts
+from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.runner import Chosen
@@ -24,7 +24,7 @@ from dakrun.grammars import Guide
 from dakrun.kernels import reference
 from dakrun.kernels.experts import reference as experts
 from dakrun.models.decoder import Attend, Decoder
-from dakrun.models.experts import Experts, Router
+from dakrun.models.experts import Experts, Router, routers
 from dakrun.models.functional import layer_norm, rms_norm, rope_table, rotate
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.plan import PREFILL_CHUNK_TOKENS
@@ -237,7 +237,7 @@ class ReferenceRunner:
         self.order: Sequence[int] = range(cache.slots)
         self._model, self.cache, self._layout = model, cache, layout
         self._device = cache.device
-        self.expert_use = ExpertUse(model) if has_experts(model) else None
+        self.expert_use = ExpertUse(model) if routers(model) else None
         backend = ReferenceBackend(model, weights, self.expert_use)
         self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
         self.weights = weights

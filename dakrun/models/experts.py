@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dakrun.config import MixtureConfig, Routing
-from dakrun.models.decoder import MLP, Backend
+from dakrun.models.decoder import MLP, Backend, Decoder
 from dakrun.models.modules import Matrix, Module, Norm, Operand, Scope, Source
 
 if TYPE_CHECKING:
@@ -163,3 +163,14 @@ class Mixture:
         yield from (self.up, self.down)
         if self.shared:
             yield self.shared.down
+
+
+def mixtures(model: Decoder) -> list[Mixture]:
+    """The layers' feed-forwards of experts, in order."""
+    found = (layer.feed_forward for layer in model.layers)
+    return [one for one in found if isinstance(one, Mixture)]
+
+
+def routers(model: Decoder) -> list[Router]:
+    """The routers of `model`, layer by layer."""
+    return [mixture.router for mixture in mixtures(model)]

@@ -29,32 +29,49 @@ SCHEMA = 1
 _KIND, _COUNTS, _MODEL = "dakrun_popularity", "counts", "model"
 
 
-def with_popularity(config: ModelConfig, name: str, *, kept: bool = True) -> ModelConfig:
-    """`config` with the popularity called `name`.
+def with_popularity(
+    config: ModelConfig, name: str, *, random: bool = False, choices: str = AUTO
+) -> ModelConfig:
+    """`config` whose experts are placed by the popularity called `name`.
 
     That is "uniform", all experts alike; "zipf:S", Zipf's law with exponent S; a file; or "auto",
-    the counts of earlier runs of the model if there are any and they are to be used (`kept`), else
-    uniform. Raises UsageError if a file is malformed or of another model, or if the model has no
-    experts.
+    the counts of earlier runs of the model if there are any, else uniform. Weights that are
+    `random` have no earlier runs; their routers choose by the popularity `choices`, by default the
+    one that experts are placed by (see weights/random_routers.py). Raises UsageError if a file is
+    malformed or of another model, if the model has no experts, or for `choices` of a checkpoint.
     """
-    if config.mixture is None:
-        if name in (AUTO, UNIFORM):
-            return config
+    if choices != AUTO and not random:
         raise UsageError(
-            f"--popularity {name}: {config.name} has no experts", hint="leave out --popularity"
+            f"a checkpoint's routers cannot choose by {choices}", hint="add --load-format dummy"
         )
-    found: Popularity | None = None
+    mixture = config.mixture
+    if mixture is None:
+        if {name, choices} <= {AUTO, UNIFORM}:
+            return config
+        given = name if choices == AUTO else choices
+        raise UsageError(
+            f"--popularity {given}: {config.name} has no experts", hint="leave out --popularity"
+        )
+    placing = _named(config, name, kept=not random)
+    chosen = placing if choices == AUTO else _named(config, choices, kept=False)
+    if random and chosen:
+        routing = replace(mixture.routing, biased=True)
+        mixture = replace(mixture, routing=routing, choices=chosen)
+    return replace(config, mixture=replace(mixture, popularity=placing))
+
+
+def _named(config: ModelConfig, name: str, *, kept: bool) -> Popularity | None:
+    """The popularity called `name`; None if all experts are alike, as far as is known."""
+    assert config.mixture
     if name.startswith(ZIPF):
         routing, layers = config.mixture.routing, len(layers_of(config))
-        exponent = _exponent(name)
-        found = Popularity.zipf(layers, routing.experts, routing.top_k, exponent)
-    elif name == AUTO:
+        return Popularity.zipf(layers, routing.experts, routing.top_k, _exponent(name))
+    if name == AUTO:
         path = kept_path(config)
         with contextlib.suppress(UsageError):  # a damaged file is written again
-            found = read(path, config, "earlier runs") if kept and path.is_file() else None
-    elif name != UNIFORM:
-        found = read(Path(name).expanduser(), config, name)
-    return replace(config, mixture=replace(config.mixture, popularity=found))
+            return read(path, config, "earlier runs") if kept and path.is_file() else None
+        return None
+    return None if name == UNIFORM else read(Path(name).expanduser(), config, name)
 
 
 def read(path: Path, config: ModelConfig, source: str) -> Popularity:

@@ -48,6 +48,8 @@ class RunOptions:
     - `popularity`: how often tokens choose each expert of a mixture, by which experts are placed:
       "auto" is what earlier runs counted, "uniform" all alike, "zipf:1.0" Zipf's law, else the name
       of a file (see models/popularity.py).
+    - `choices`: the popularity by which the routers of random weights choose; "auto" is that by
+      which experts are placed.
     - `threads`: CPU threads of torch, in the whole process; by default one for each core that the
       process may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
@@ -73,6 +75,7 @@ class RunOptions:
     load_format: LoadFormat = "auto"
     format: str = "auto"
     popularity: str = AUTO
+    choices: str = AUTO
     threads: int | None = None
     started: datetime | None = None
 
@@ -104,8 +107,9 @@ class RunOptions:
             )
         if not isinstance(self.expected_run, ExpectedRun | None):
             raise invalid_value("expected_run", self.expected_run, "an ExpectedRun or None")
-        if not isinstance(self.popularity, str):
-            raise invalid_value("popularity", self.popularity, "a name or a file's name")
+        for name in ("popularity", "choices"):
+            if not isinstance(getattr(self, name), str):
+                raise invalid_value(name, getattr(self, name), "a name or a file's name")
         if not isinstance(self.started, datetime | None):
             raise invalid_value("started", self.started, "a datetime or None")
         if not isinstance(self.policy, Policy):
@@ -120,7 +124,8 @@ class RunOptions:
         Raises CannotRun if the budgets are too small, UsageError if `max_model_len` exceeds the
         model's positions, or if the popularity is not of this model.
         """
-        model = with_popularity(model, self.popularity, kept=self.load_format != "dummy")
+        random = self.load_format == "dummy"
+        model = with_popularity(model, self.popularity, random=random, choices=self.choices)
         workload, run = self._workload(model), self.expected_run
         if self.batch_size == "auto":
             limit = self.max_batch_size
@@ -175,5 +180,6 @@ class RunKeywords(TypedDict, total=False):
     load_format: LoadFormat
     format: str
     popularity: str
+    choices: str
     threads: int | None
     started: datetime | None

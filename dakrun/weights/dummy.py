@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dakrun.models.decoder import Decoder
+from dakrun.models.experts import routers
 from dakrun.models.modules import Request, Source
 from dakrun.units import ceil_div
 from dakrun.weights.parts import Decoded
+from dakrun.weights.random_routers import router_bias
 
 STANDARD_DEVIATION = 0.02
 _CODE_SIZES = {"int4": 4.6, "int8": 74.0, "e2m1": 2.9, "e4m3": 32.0}  # deviations of codes
@@ -23,11 +25,23 @@ class Dummy:
     """A source of random weights with the interface of Checkpoint.
 
     Matrices are normally distributed, norm weights are 1 and biases 0. Codes of a quantized matrix
-    are uniformly distributed, those of e4m3 normally; all of its scales are the same.
+    are uniformly distributed, those of e4m3 normally; all of its scales are the same. Routers of
+    experts whose popularity is given have biases with which tokens choose as it says.
     """
+
+    def __init__(self) -> None:
+        self._biases: dict[str, torch.Tensor] = {}  # by the tensor's name
 
     def check(self, model: Decoder) -> None:
         """Accept any model."""
+        mixture = model.config.mixture
+        if mixture is None or mixture.choices is None:
+            return
+        deviation = STANDARD_DEVIATION * model.config.hidden_size**0.5  # of logits, after RMSNorms
+        for number, router in enumerate(routers(model)):
+            if router.bias:
+                bias = router_bias(mixture.choices, number, router.routing, deviation)
+                self._biases[router.bias.sources[0].name] = bias
 
     def copy(self, source: Source, rows: slice, out: torch.Tensor) -> None:
         """Write `rows` of the tensor `source` to `out`, of any dtype and device."""
@@ -35,7 +49,9 @@ class Dummy:
         for start in range(0, len(out), step):
             some = out[start : start + step]
             first = rows.start + start
-            some.copy_(_values(source, slice(first, first + len(some)), out.device))
+            of = slice(first, first + len(some))
+            bias = self._biases.get(source.name)
+            some.copy_(_values(source, of, out.device) if bias is None else bias[of])
 
     def stream(self, requests: Sequence[Request], device: torch.device) -> Iterator[list[Decoded]]:
         """Yield the rows of each request on `device`: float32, or codes with scales."""
