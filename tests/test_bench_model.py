@@ -202,7 +202,7 @@ def test_a_failed_row() -> None:
     failed = failed_row(POINT, "too large")
     assert failed.summary == "not measured: too large"
     assert failed.figures.keys() == row().figures.keys()
-    asked = {"batch_size", "asked_ratio", "asked_transport", "strategy", "problem"}
+    asked = {"batch_size", "asked_ratio", "asked_transport", "strategy", "order", "problem"}
     assert {key for key, value in failed.figures.items() if value is not None} == asked
 
 
@@ -219,6 +219,11 @@ def test_keys_carry_units() -> None:
         "rival",
         "rival_ratio",
         "problem",
+        "order",
+        "experts_per_step",
+        "predicted_experts_per_step",
+        "local_read_share",
+        "predicted_local_read_share",
     }
     keys = row().figures.keys()
     assert all(key.endswith(("_s", "_bytes", "_per_s")) for key in keys - plain)

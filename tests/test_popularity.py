@@ -399,7 +399,8 @@ def test_bench_measures_random_routers_by_popularity(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main,
         ["bench", "--model", str(model), "--load-format", "dummy", "--popularity", "zipf:1.0",
-         "--expert-order", "use", "--expert-order", "number", "--batch-size", "12", "--ratio", "0.5",
+         "--expert-order", "use", "--expert-order", "number", "--batch-size", "12", "--ratio",
+         "0.5",
          "--new-tokens", "12", "--prompt-len", "8", "--dtype", "bfloat16", "--strategy", "uniform",
          "--json"],
         catch_exceptions=False,

@@ -5,7 +5,7 @@ engine; on a CPU they are the profile's. For every point the model is loaded as 
 loads it. It completes batches of requests of equal length, so that all slots are busy in every
 decode step: a short batch to warm up, then up to three timed ones. A time is the median of all
 steps. With --rival, the step of transformers (rival.py) is measured after the first point of each
-batch size: with everything in HBM, and for prefetch also once for each ratio.
+batch size: with everything in HBM, and for prefetch and on-demand also once for each ratio.
 """
 
 import gc
@@ -26,6 +26,7 @@ from dakrun.engine import EngineStats, gpu_errors
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.llm import LLM
+from dakrun.models.popularity import with_popularity
 from dakrun.plan import Links
 from dakrun.requests import Request, RowError
 from dakrun.units import format_seconds
@@ -190,7 +191,7 @@ class ModelBench:
             return None
         ratio = planned if point.ratio == AUTO else point.ratio
         best = self._rival_step(point.batch_size, 0.0)
-        step = self._rival_step(point.batch_size, ratio) if sweep.rival == "prefetch" else best
+        step = best if sweep.rival == "transformers" else self._rival_step(point.batch_size, ratio)
         return model_rows.RivalRun(
             name=sweep.rival,
             ratio=step.ratio if step else None,
@@ -209,8 +210,9 @@ class ModelBench:
             try:
                 with gpu_errors():
                     step = self._rivals[key] = rival_step(
-                        sweep.config,
+                        with_popularity(sweep.config, sweep.popularity, random=True),
                         ratio=ratio,
+                        on_demand=sweep.rival == "on-demand" and ratio > 0,
                         batch_size=batch_size,
                         prompt_len=sweep.prompt_len,
                         new_tokens=sweep.new_tokens,

@@ -22,7 +22,7 @@ AUTO: Literal["auto"] = "auto"
 
 ModelRatio = float | Literal["auto"]
 TransportChoice = Literal["auto", "direct", "staged"]
-Rival = Literal["transformers", "prefetch"]
+Rival = Literal["transformers", "prefetch", "on-demand"]
 Order = Literal["use", "number"]  # of experts in memory
 
 
@@ -67,7 +67,7 @@ class ModelSweep:
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
     random weights, in `format` (see RunOptions). `policy` has the remote tiers and the budgets.
     `rival` is another program to measure: "transformers" with the whole model in HBM, "prefetch"
-    also with layers in host memory. `popularity` is that of experts (see RunOptions): random
+    also with layers in host memory, "on-demand" with experts there. `popularity` is that of experts (see RunOptions): random
     routers choose by it.
     """
 
@@ -151,6 +151,11 @@ def model_sweep(
         raise UsageError(
             f"--expert-order is for mixtures of experts; {config.name} has none",
             hint="leave it out",
+        )
+    if rival == "on-demand" and config.mixture is None:
+        raise UsageError(
+            f"--rival on-demand is for mixtures of experts; {config.name} has none",
+            hint="use --rival prefetch",
         )
     if popularity != AUTO:
         with_popularity(config, popularity)  # raises if it is not of this model

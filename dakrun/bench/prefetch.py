@@ -71,16 +71,16 @@ def built(
     """
     count = offloaded(model, ratio)
     if not count:
-        _materialise(model, model, device)
+        materialise(model, model, device)
         model.tie_weights()
         yield model, 0.0
         return
     with allocate_tiers(tier_bytes(model, count), device) as tiers:
         prefetch = Prefetch(model, count, tiers)
         for layer in decoder_layers(model):  # one by one: HBM may not have room for all
-            _materialise(layer, model, device)
+            materialise(layer, model, device)
             prefetch.take(layer)
-        _materialise(model, model, device)
+        materialise(model, model, device)
         model.tie_weights()
         prefetch.ready()
         yield model, _held_bytes(model, count) / _weight_bytes(model)
@@ -137,7 +137,7 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _materialise(module: torch.nn.Module, model: PreTrainedModel, device: torch.device) -> None:
+def materialise(module: torch.nn.Module, model: PreTrainedModel, device: torch.device) -> None:
     """Give what is on the meta device in `module`, a part of `model`, memory and random values."""
     for part in module.modules():
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))

@@ -4,6 +4,7 @@ Weights are random, the cache is static and in HBM, and a step is one CUDA graph
 """
 
 import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import (
     StaticCache,
 )
 
+from dakrun.bench.on_demand import built as on_demand_experts
 from dakrun.bench.prefetch import built
 from dakrun.config import LinearRope, Llama3Rope, LongRope, MixtureConfig, ModelConfig, YarnRope
 from dakrun.errors import CannotRun
@@ -46,6 +48,7 @@ def rival_step(
     config: ModelConfig,
     *,
     ratio: float = 0.0,
+    on_demand: bool = False,
     batch_size: int,
     prompt_len: int,
     new_tokens: int,
@@ -53,20 +56,35 @@ def rival_step(
 ) -> RivalStep:
     """The median of as many decode steps on `device` as `new_tokens` allow.
 
-    As many whole layers as `ratio` of the weight bytes needs are in host memory (see prefetch.py).
-    Raises CannotRun if transformers has no such model or host memory is short, and
+    As many whole layers as `ratio` of the weight bytes needs are in host memory (see prefetch.py),
+    or, if `on_demand`, as many experts (see on_demand.py): such a step waits for the CPU, so that
+    it is no graph. Raises CannotRun if transformers has no such model or host memory is short, and
     torch.OutOfMemoryError if the model does not fit the GPU.
     """
     runs = max(2, (new_tokens - 2) // 3)  # graph_seconds() runs up to 3 x runs + 2 steps
     room = prompt_len + max(new_tokens, 3 * runs + 2)
-    with (
-        torch.device(device),
-        torch.inference_mode(),
-        built(meta_model(config), ratio, device) as (model, found),
-    ):
+    whole = meta_model(config)
+    if on_demand:
+        place = on_demand_experts(whole, config, ratio, device, batch_size)
+    else:
+        place = built(whole, ratio, device)
+    with torch.device(device), torch.inference_mode(), place as (model, found):
         prompt = torch.randint(config.vocab_size, (batch_size, prompt_len))
-        times = graph_seconds(Step(model, prompt, room), runs)
+        step = Step(model, prompt, room)
+        times = _eager_seconds(step, runs, device) if on_demand else graph_seconds(step, runs)
     return RivalStep(statistics.median(times), found)
+
+
+def _eager_seconds(step: "Step", runs: int, device: torch.device) -> list[float]:
+    """Seconds of each of `runs` steps, after as many to warm up."""
+    found = []
+    for _ in range(2 * runs):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return found[runs:]
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:

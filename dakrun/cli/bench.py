@@ -116,10 +116,11 @@ _bench_options = together(
     ),
     click.option(
         "--rival",
-        type=click.Choice(["transformers", "prefetch"]),
+        type=click.Choice(["transformers", "prefetch", "on-demand"]),
         help="model: also measure transformers' model on a GPU, with random weights and a CUDA "
         "graph for each step. transformers: all in HBM; prefetch: also with whole layers in host "
-        "memory, as many as --ratio of the weights needs, copied to HBM ahead of their use.",
+        "memory, as many as --ratio of the weights needs, copied to HBM ahead of their use; "
+        "on-demand: with experts there, copied when the CPU knows the router's choice (no graph).",
     ),
     count_option(
         "-n",
