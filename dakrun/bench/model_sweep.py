@@ -67,8 +67,8 @@ class ModelSweep:
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
     random weights, in `format` (see RunOptions). `policy` has the remote tiers and the budgets.
     `rival` is another program to measure: "transformers" with the whole model in HBM, "prefetch"
-    also with layers in host memory, "on-demand" with experts there. `popularity` is that of experts (see RunOptions): random
-    routers choose by it.
+    also with layers in host memory, "on-demand" with experts there. `popularity` is that of experts
+    (see RunOptions): random routers choose by it.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Torch modules for inference with operands partly in a remote tier, read in place.
 
-SplitKGEMM replaces nn.Linear (gemm.py), SplitKFlashAttn is attention over a PartitionedKVCache
-(attention.py, kv_cache.py); huggingface.py uses the latter in models of transformers.
+SplitKGEMM replaces nn.Linear (gemm.py), SplitKExperts the experts of transformers' models
+(experts.py), SplitKFlashAttn is attention over a PartitionedKVCache (attention.py, kv_cache.py);
+huggingface.py uses the latter in models of transformers.
 
 A model of transformers with a tenth of each weight in host memory, and its decode step in a CUDA
 graph:
@@ -32,14 +33,17 @@ graph:
 """
 
 from dakrun.nn.attention import SplitKFlashAttn
+from dakrun.nn.experts import SplitKExperts, replace_experts
 from dakrun.nn.gemm import SplitKGEMM, replace_linears
 from dakrun.nn.kv_cache import PartitionedKVCache
 from dakrun.nn.tiers import profiled_access
 
 __all__ = [
     "PartitionedKVCache",
+    "SplitKExperts",
     "SplitKFlashAttn",
     "SplitKGEMM",
     "profiled_access",
+    "replace_experts",
     "replace_linears",
 ]

@@ -106,16 +106,20 @@ def allocate(
     remote: str,
     access: TierAccess,
     layout: Quantised | None = None,
+    *,
+    in_torch: bool = False,
 ) -> tuple[Tiers, TieredWeight]:
     """Tiers with memory for a weight [M, K], and that weight, uninitialized.
 
     It has the dtype of `like`, or the elements of `layout`, and computes on its device. The last
     row blocks, `ratio` of them, lie in the tier `remote`, which the GPU reads as `access` says.
-    Raises CannotRun if memory is short.
+    Kernels read it if they can, unless it is for plain torch alone (`in_torch`). Raises CannotRun if
+    memory is short.
     """
     count, names = row_block_count(shape[0]), (LOCAL, remote)
     remote_blocks = remote_count(ratio, count)
-    counts, packed = (count - remote_blocks, remote_blocks), kernel_format(like, shape[1], layout)
+    counts = (count - remote_blocks, remote_blocks)
+    packed = None if in_torch else kernel_format(like, shape[1], layout)
     stored = packed or plain_format(like, layout)
     splits = None
     if packed:

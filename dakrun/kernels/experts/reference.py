@@ -63,13 +63,24 @@ def route(
 
     `places` are those of the experts in stacked matrices, by default in the order of their numbers.
     """
-    experts, weights = choose(F.linear(x.float(), weight), bias, routing)
+    return grouped(*choose(F.linear(x.float(), weight), bias, routing), places)
+
+
+def grouped(
+    experts: torch.Tensor, weights: torch.Tensor, places: Sequence[int] | None = None
+) -> Chosen:
+    """The choice of `experts`, integers [n, k], with their weights, float32 [n, k].
+
+    Experts whose number is beyond those of `places` are left out.
+    """
     of_pairs, order = experts.flatten().sort(stable=True)
     numbers, counts = (found.tolist() for found in of_pairs.unique_consecutive(return_counts=True))
-    at = numbers if places is None else [places[number] for number in numbers]
-    return Chosen(
-        order // routing.top_k, weights.flatten()[order], dict(zip(at, counts, strict=True))
-    )
+    if places is not None:
+        here = sum(number < len(places) for number in numbers)
+        numbers, counts = [places[number] for number in numbers[:here]], counts[:here]
+        order = order[: sum(counts)]
+    found = dict(zip(numbers, counts, strict=True))
+    return Chosen(order // experts.shape[1], weights.flatten()[order], found)
 
 
 def gate_up(x: torch.Tensor, chosen: Chosen, weight: TieredMatrix, rows: int) -> torch.Tensor:
