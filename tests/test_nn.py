@@ -524,7 +524,7 @@ def test_a_transformers_model_in_a_graph() -> None:
         assert decode(captured, 16) == wanted_tokens
 
 
-@pytest.mark.parametrize("module", ["gemm", "attention", "kv_cache"])
+@pytest.mark.parametrize("module", ["gemm", "experts", "attention", "kv_cache"])
 def test_examples_of_classes(module: str) -> None:
     found = doctest.testmod(import_module(f"dakrun.nn.{module}"))
     assert found.attempted and not found.failed

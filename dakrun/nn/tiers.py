@@ -113,8 +113,8 @@ def allocate(
 
     It has the dtype of `like`, or the elements of `layout`, and computes on its device. The last
     row blocks, `ratio` of them, lie in the tier `remote`, which the GPU reads as `access` says.
-    Kernels read it if they can, unless it is for plain torch alone (`in_torch`). Raises CannotRun if
-    memory is short.
+    Kernels read it if they can, unless it is for plain torch alone (`in_torch`). Raises CannotRun
+    if memory is short.
     """
     count, names = row_block_count(shape[0]), (LOCAL, remote)
     remote_blocks = remote_count(ratio, count)
