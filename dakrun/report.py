@@ -51,7 +51,9 @@ def make_report(
     steps = len(stats.step_s)
     decode_s = sum(stats.step_s)
     step_s = decode_s / steps if steps else None
-    weights_read = sum(op.read_bytes(t) for op in plan.weights() for t in range(len(plan.tiers)))
+    rows = max(1, round(stats.step_rows / steps)) if steps else 1
+    tiers = range(len(plan.tiers))
+    weights_read = sum(op.read_at(tier, rows) for op in plan.weights() for tier in tiers)
     planned = plan_dict(plan)
     bound_s = run_bound(
         plan,

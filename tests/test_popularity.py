@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from dakrun.bench.model_rows import limit_s
 from dakrun.cli.main import main
 from dakrun.config import ModelConfig, Popularity, Routing, SamplingParams, Workload
 from dakrun.errors import UsageError
@@ -20,10 +21,12 @@ from dakrun.kernels.experts.reference import choose
 from dakrun.llm import LLM
 from dakrun.models import decoder_of, known_model, popularity, read_model_config
 from dakrun.models.experts import Experts
-from dakrun.plan import Plan, Policy, decode_ops, make_plan
+from dakrun.plan import Links, Plan, Policy, decode_ops, make_plan, run_bound
 from dakrun.plan.expert_choices import deviation_s, mean_longer
 from dakrun.plan.greedy import Curve, greedy_ratios
 from dakrun.plan.linear_program import OpLines, best_ratios
+from dakrun.plan.run_time import foretell
+from dakrun.plan.running_requests import RequestLengths
 from dakrun.terminal import summary
 from dakrun.weights.random_routers import router_bias
 
@@ -433,3 +436,27 @@ def test_bench_refuses(options: list[str], message: str) -> None:
     )
     result = CliRunner().invoke(main, given)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_run_of_few_rows_is_expected_to_read_few_experts() -> None:
+    plans = [planned(qwen(exponent), 64, offload_ratio=0.5) for exponent in (None, 1.0)]
+    work = {"requests": 640, "prompt_tokens": 640, "steps": 1000, "kv_bytes": 0.0}
+    for plan in plans:
+        full, thin = (run_bound(plan, new_tokens=1000 * n, **work) for n in (64, 4))
+        assert full == pytest.approx(1000 * plan.read_bytes(1) / 52e9, rel=0.2)
+        assert thin < full / 2
+    lengths = [(16, 24, 0)] * 80
+    slow, fast = (foretell(plan, [RequestLengths(*of) for of in lengths]).seconds for plan in plans)
+    assert fast < 0.8 * slow
+
+
+def test_the_limit_of_a_step_is_that_of_the_experts_that_were_read() -> None:
+    plan = planned(qwen(), 8, offload_ratio=0.5)
+    links, reads = Links.of(plan.profile, plan.tiers[1:]), {}
+    expected = limit_s(plan, links)
+    for op in plan.ops:
+        if op.op.chances:
+            reads[op.op.name] = [op.op.tier_reads(of) for of in op.placement]
+    assert limit_s(plan, links, reads) == pytest.approx(expected)
+    half = {name: [[n / 2 for n in of] for of in layers] for name, layers in reads.items()}
+    assert expected / 2 < limit_s(plan, links, half) < 0.6 * expected

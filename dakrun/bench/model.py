@@ -152,18 +152,20 @@ class ModelBench:
             stats, free = llm.engine.stats, self._free_bytes()
             use = llm.engine.runner.expert_use
             links = self._links(llm)
+            reads = use.tier_reads(llm.plan) if use else {}
             return model_rows.Run(
                 plan=llm.plan,
                 step_s=stats.step_s,
                 ttft_s=stats.ttft_s,
                 prefill_s=stats.prefill_s * point.batch_size / stats.requests,
                 kv_bytes=stats.kv_bytes_read / len(stats.step_s),
-                limit_s=model_rows.limit_s(llm.plan, links),
+                limit_s=model_rows.limit_s(llm.plan, links, reads),
                 ceiling_bytes_per_s=links.total_rate(),
                 gap_s=llm.engine.runner.details().get("replay_gap_s"),
                 gpu_bytes=self._free - free if free else None,
                 experts_per_step=use.read_per_step() if use else None,
                 local_read_share=use.local_share(llm.plan) if use else None,
+                expert_reads=reads,
             )
 
     def _rounds(self, llm: LLM, batch_size: int) -> None:

@@ -6,8 +6,8 @@ tables, CSV and JSON.
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dakrun.bench.ceilings import Ceilings
@@ -26,6 +26,8 @@ from dakrun.plan.show.json import experts_figures
 from dakrun.probe.measurement import spread
 from dakrun.units import format_decimal, format_seconds
 
+Reads = Mapping[str, Sequence[Sequence[float]]]  # bytes by op, layer and tier
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -35,7 +37,8 @@ class Run:
     is by request, batch after batch; `prefill_s` is that of a batch. `ceiling_bytes_per_s` is the
     sum over all tiers in use. On a GPU, `gap_s` is the time between two steps and `gpu_bytes` the
     allocated memory without the CUDA context. Of a mixture a layer of a decode step read
-    `experts_per_step` experts, `local_read_share` of their bytes in HBM.
+    `experts_per_step` experts, `local_read_share` of their bytes in HBM; `expert_reads` are the
+    mean bytes that a step read in each tier, by op and layer of experts.
     """
 
     plan: Plan
@@ -49,6 +52,15 @@ class Run:
     gpu_bytes: int | None = None
     experts_per_step: float | None = None
     local_read_share: float | None = None
+    expert_reads: Reads = field(default_factory=dict)
+
+    def read_bytes(self, tier: int, *, weights: bool = False) -> float:
+        """Bytes that a step read from the plan's tier number `tier`; with `weights` of these alone.
+
+        Those of experts are measured.
+        """
+        ops = self.plan.weights() if weights else self.plan.ops
+        return sum(_read_bytes(op, tier, self.expert_reads) for op in ops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,19 +164,34 @@ def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
     return replace(shared, direct=ceilings.rates, staged={**ceilings.rates, **ceilings.copied})
 
 
-def limit_s(plan: Plan, links: Links) -> float:
+def limit_s(plan: Plan, links: Links, expert_reads: Reads | None = None) -> float:
     """Lower bound in seconds of a decode step of `plan`, from the bytes it reads alone.
+
+    Those of experts are what `expert_reads` says, or else those that the plan expects.
 
     Ops run one after the other; each takes as long as the slowest tier that it reads, and reads
     staged bytes from the local tier. Copies may run ahead of their ops, so a link's time is
     compared with the whole step.
     """
-    ops = sum(_op_s(op, links) for op in plan.ops)
-    return max([ops, *(_link_s(plan, tier, links) for tier in range(1, len(plan.tiers)))])
+    reads = expert_reads or {}
+    ops = sum(_op_s(op, links, reads) for op in plan.ops)
+    return max([ops, *(_link_s(plan, tier, links, reads) for tier in range(1, len(plan.tiers)))])
 
 
-def _op_s(op: OpPlan, links: Links) -> float:
+def _read_bytes(op: OpPlan, tier: int, reads: Reads) -> float:
+    """Bytes that a step reads of an op in a tier, those of experts as `reads` says."""
+    if op.op.name in reads:
+        return sum(of[tier] for of in reads[op.op.name])
+    return op.read_bytes(tier)
+
+
+def _op_s(op: OpPlan, links: Links, reads: Reads) -> float:
     """Seconds of an op in all layers, one after the other."""
+    if op.op.name in reads:
+        return sum(
+            bound_time(links.lines(sum(of), 0.0).values(), [n / sum(of) for n in of])
+            for of in reads[op.op.name]
+        )
     read = op.op.read_bytes
     if op.transport == "staged":
         return op.op.layers * read / links.direct[LOCAL]
@@ -175,11 +202,11 @@ def _op_s(op: OpPlan, links: Links) -> float:
     )
 
 
-def _link_s(plan: Plan, tier: int, links: Links) -> float:
+def _link_s(plan: Plan, tier: int, links: Links, reads: Reads) -> float:
     """Seconds for all bytes that the plan reads from its remote tier number `tier`."""
     seconds = 0.0
     for op in plan.ops:
-        if nbytes := op.read_bytes(tier):
+        if nbytes := _read_bytes(op, tier, reads):
             rates = links.staged if op.transport == "staged" else links.direct
             seconds += nbytes / rates[plan.tiers[tier]]
     return seconds
@@ -201,7 +228,7 @@ def measured_row(point: ModelCase, run: Run, rival: RivalRun | None = None) -> M
     """The row of a point that ran, and of its rival."""
     plan, time = run.plan, statistics.median(run.step_s)
     tiers = range(len(plan.tiers))
-    weights = sum(op.read_bytes(tier) for op in plan.weights() for tier in tiers)
+    weights = sum(run.read_bytes(tier, weights=True) for tier in tiers)
     remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
     on_gpu, experts = run.gpu_bytes is not None, experts_figures(plan)
     return ModelRow(
@@ -234,8 +261,8 @@ def measured_row(point: ModelCase, run: Run, rival: RivalRun | None = None) -> M
         predicted_local_read_share=experts["local_read_share"] if experts else None,
         **(rival.figures(time, plan.weight_bytes) if rival else {}),
         weight_bytes=plan.weight_bytes,
-        hbm_read_bytes=plan.read_bytes(0),
-        remote_read_bytes=sum(map(plan.read_bytes, tiers[1:])),
+        hbm_read_bytes=run.read_bytes(0),
+        remote_read_bytes=sum(map(run.read_bytes, tiers[1:])),
         gpu_bytes=run.gpu_bytes,
         planned_gpu_bytes=planned_gpu_bytes(plan) if on_gpu else None,
     )

@@ -3,6 +3,7 @@
 Knows the layers with experts and their order in memory; knows neither kernels nor files.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -70,17 +71,32 @@ class ExpertUse:
         read = self.table[DECODE, :, READ]
         return int(read.sum()) / (len(read) * self.steps) if self.steps else None
 
-    def local_share(self, plan: Plan) -> float | None:
-        """Share of the bytes of experts that decode steps read in HBM; None without a step."""
-        local = total = 0.0
-        seen: dict[str, int] = {}
-        for number, mixture in enumerate(self._mixtures):
+    def tier_reads(self, plan: Plan) -> dict[str, list[list[float]]]:
+        """Mean bytes that a decode step read in each tier of `plan`, by op and layer of experts.
+
+        Empty without a step.
+        """
+        found: dict[str, list[list[float]]] = {}
+        for number, mixture in enumerate(self._mixtures if self.steps else ()):
             read = self.table[DECODE, number, READ].tolist()
             for matrix in (mixture.up, mixture.down):
-                layer = seen[matrix.op] = seen.get(matrix.op, -1) + 1
-                placed = plan.op(matrix.op)
-                experts = placed.op.shares(placed.placement[layer])[0] * len(read)
-                inside = (max(0.0, min(1.0, experts - at)) * n for at, n in enumerate(read))
-                local += sum(inside) * placed.op.resident_bytes
-                total += sum(read) * placed.op.resident_bytes
-        return local / total if total else None
+                layers, placed = found.setdefault(matrix.op, []), plan.op(matrix.op)
+                shares = placed.op.shares(placed.placement[len(layers)])
+                ends = [end * len(read) for end in itertools.accumulate(shares)]
+                expert = placed.op.resident_bytes / len(read) / self.steps
+                layers.append([
+                    expert * sum(n * _overlap(at, start, end) for at, n in enumerate(read))
+                    for start, end in zip([0.0, *ends], ends, strict=False)
+                ])  # fmt: skip
+        return found
+
+    def local_share(self, plan: Plan) -> float | None:
+        """Share of the bytes of experts that decode steps read in HBM; None without a step."""
+        reads = [of for layers in self.tier_reads(plan).values() for of in layers]
+        total = sum(map(sum, reads))
+        return sum(of[0] for of in reads) / total if total else None
+
+
+def _overlap(at: int, start: float, end: float) -> float:
+    """The part of the expert at place `at` that lies between two places."""
+    return max(0.0, min(at + 1, end) - max(at, start))

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dakrun.plan.ops import Op
 from dakrun.plan.policy import Transport
@@ -41,6 +41,12 @@ class PlacedOp:
                 n * self.op.tier_reads(of)[tier] for of, n in Counter(self.placement).items()
             )
         return self.resident_bytes(tier) * (self.op.read_bytes / self.op.resident_bytes)
+
+    def read_at(self, tier: int, rows: int) -> float:
+        """The same of a step with `rows` rows, on which experts' reads depend."""
+        if not self.op.chances:
+            return self.read_bytes(tier)
+        return replace(self, op=self.op.with_rows(rows)).read_bytes(tier)
 
     def mixed(self, tier: int) -> bool:
         """Whether the local tier's SMs read the part in the plan's tier number `tier`."""

@@ -32,7 +32,8 @@ def run_limits(
             steps * weight bytes behind a link / its rate, for each link)
 
     Products multiply every token but the last of each request; the head only rows that choose a
-    token. `kv_bytes` are those that decode rows read; prompts' own attention is left out.
+    token. `kv_bytes` are those that decode rows read; prompts' own attention is left out. Experts
+    are those that the mean number of decode rows is expected to choose.
     """
     links = Links.of(plan.profile, plan.tiers[1:])
     rate = plan.profile.compute[plan.model.dtype].at(TILED_MAX_ROWS)
@@ -41,7 +42,8 @@ def run_limits(
         inside = op.op.in_layer or op.op.name == "project_in"
         rows = prompt_tokens + new_tokens - requests if inside else new_tokens
         flops += op.op.layers * op.op.flops / op.op.batch_size * rows
-    read = [sum(op.read_bytes(tier) for op in plan.weights()) for tier in range(len(plan.tiers))]
+    rows = max(1, min(plan.workload.batch_size, new_tokens // max(1, steps)))
+    read = [sum(op.read_at(tier, rows) for op in plan.weights()) for tier in range(len(plan.tiers))]
     local = links.direct[LOCAL]
     return {
         "arithmetic": flops / rate + kv_bytes / local,
