@@ -4,7 +4,7 @@ Knows the layers with experts and their order in memory; knows neither kernels n
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,9 +24,13 @@ class ExpertUse:
     """
 
     def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
-        self._mixtures = mixtures(model)
+        self.mixtures = mixtures(model)
         found = routers(model)
         self._numbers = {router.layer: number for number, router in enumerate(found)}
+        self._orders = [list(router.order) for router in found]  # experts by place
+        self._places: list[list[int] | None] = [
+            list(router.places) if router.places else None for router in found
+        ]
         experts = found[0].routing.experts
         self.table = torch.zeros(
             2, len(found), 2, experts, dtype=torch.int32, device=torch.device(device)
@@ -50,6 +54,21 @@ class ExpertUse:
         rows[CHOSEN, places] += torch.tensor(list(tokens.values()), dtype=torch.int32)
         rows[READ, places] += 1
 
+    def places(self, router: Router) -> Sequence[int] | None:
+        """The place of each expert of a router; None if all are in the order of their numbers."""
+        return self._places[self._numbers[router.layer]]
+
+    def exchange(self, layer: int, first: int, second: int) -> None:
+        """The experts at two places of the layer number `layer` have changed places.
+
+        What tokens chose is counted by expert; steps have read places.
+        """
+        order = self._orders[layer]
+        order[first], order[second] = order[second], order[first]
+        self._places[layer] = sorted(range(len(order)), key=order.__getitem__)
+        chosen = self.table[:, layer, CHOSEN]
+        chosen[:, [first, second]] = chosen[:, [second, first]]
+
     def clear(self) -> None:
         """Forget all counts."""
         self.table.zero_()
@@ -59,9 +78,9 @@ class ExpertUse:
         """Tokens that chose each expert, in all steps, by layer and by the expert's number."""
         by_place = self.table[:, :, CHOSEN].sum(0).tolist()
         found = []
-        for mixture, counts in zip(self._mixtures, by_place, strict=True):
+        for order, counts in zip(self._orders, by_place, strict=True):
             of_layer = [0] * len(counts)
-            for expert, count in zip(mixture.router.order, counts, strict=True):
+            for expert, count in zip(order, counts, strict=True):
                 of_layer[expert] = count
             found.append(of_layer)
         return found
@@ -77,7 +96,7 @@ class ExpertUse:
         Empty without a step.
         """
         found: dict[str, list[list[float]]] = {}
-        for number, mixture in enumerate(self._mixtures if self.steps else ()):
+        for number, mixture in enumerate(self.mixtures if self.steps else ()):
             read = self.table[DECODE, number, READ].tolist()
             for matrix in (mixture.up, mixture.down):
                 layers, placed = found.setdefault(matrix.op, []), plan.op(matrix.op)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dakrun.engine.expert_moves import ExpertMoves
 from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.logprobs import Scores
@@ -85,7 +86,8 @@ class ReferenceBackend:
         x, bias = self._norm(norm, x), router.bias
         weight = self._vectors[router.weight.name]
         of_bias = None if bias is None else self._vectors[bias.name]
-        chosen = experts.route(x, weight, of_bias, router.routing, router.places)
+        places = self._use.places(router) if self._use else router.places
+        chosen = experts.route(x, weight, of_bias, router.routing, places)
         if self._use:
             self._use.add(router, chosen.counts)
         return x, chosen
@@ -238,6 +240,7 @@ class ReferenceRunner:
         self._model, self.cache, self._layout = model, cache, layout
         self._device = cache.device
         self.expert_use = ExpertUse(model) if routers(model) else None
+        self._moves = ExpertMoves(self.expert_use, weights.matrices) if self.expert_use else None
         backend = ReferenceBackend(model, weights, self.expert_use)
         self._timed = TimedBackend(backend) if cache.device.type == "cpu" else None
         self.weights = weights
@@ -259,12 +262,17 @@ class ReferenceRunner:
         return {op: total / self._steps for op, total in found.items()}
 
     def details(self) -> dict[str, Any]:
-        """No further facts."""
-        return {}
+        """The experts that have changed places, in a model that has any."""
+        if self._moves is None:
+            return {}
+        moved = {"exchanged_pairs": self._moves.exchanged, "bytes": self._moves.nbytes}
+        return {"expert_moves": moved}
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Compute a step."""
+        if self._moves:
+            self._moves.between_steps()
         logits, scores = self.logits(step)
         timed = self._timed if not step.prompts else None
         self._steps += not step.prompts

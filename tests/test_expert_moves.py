@@ -1,0 +1,78 @@
+"""Experts that change places between steps: which, how many, and that no token changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from dakrun.config import SamplingParams
+from dakrun.engine import expert_moves
+from dakrun.engine.expert_moves import pairs
+from dakrun.llm import LLM
+from dakrun.models import popularity, read_model_config
+from dakrun.plan import Policy
+
+PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 40)), [3, 3, 3]]
+
+
+def test_which_experts_change_places() -> None:
+    tiers = [0, 0, None, 1, 1, 2]
+    assert pairs([40, 5, 99, 80, 6, 60], tiers) == [(3, 1)]
+    assert pairs([10, 5, 99, 80, 6, 90], tiers) == [(5, 1), (3, 0)]
+    assert pairs([10, 10, 0, 12, 14, 11], tiers) == []  # may be chance
+    assert pairs([0] * 6, tiers) == []
+
+
+def skewed(path: Path) -> Path:
+    """A checkpoint whose routers like the experts of the highest numbers."""
+    model = tiny_models.save("glm4-moe", path)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = torch.linspace(0, 0.4, len(tensor))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_popular_experts_come_to_the_local_tier_and_no_token_changes(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_moves, "WINDOW", 8)
+    model, params = skewed(tmp_path / "model"), SamplingParams(max_tokens=90, ignore_eos=True)
+    options = {"device": "cpu", "batch_size": 4, "max_model_len": 128, "dtype": dtype}
+    with LLM(model, **options, policy=Policy(offload_ratio=0.0)) as llm:
+        expected = [one.token_ids for one in llm.generate(PROMPTS, params, progress=False)]
+        counts = llm.engine.runner.expert_use.counts()
+        assert llm.report()["expert_moves"] == {"exchanged_pairs": 0, "bytes": 0}
+    popularity.kept_path(read_model_config(model)).unlink()
+    policy = Policy(offload_ratio=0.5, strategy="uniform")
+    with LLM(model, **options, policy=policy) as llm:
+        weights, use = llm.engine.runner.weights, llm.engine.runner.expert_use
+        before = {name: of.dense() for name, of in weights.matrices.items()}
+        found = [one.token_ids for one in llm.generate(PROMPTS, params, progress=False)]
+        report = llm.report()
+        assert found == expected and use.counts() == counts
+        moved = report["expert_moves"]["exchanged_pairs"]
+        assert 0 < moved <= report["time"]["decode_steps"]
+        assert report["expert_moves"]["bytes"] > 0
+        for router in (mixture.router for mixture in use.mixtures):
+            order, experts = list(router.order), router.routing.experts
+            places = use.places(router) or range(experts)
+            for name in ("experts_gate_up", "experts_down"):
+                matrix = weights.matrices[f"layers.{router.layer}.{name}"]
+                now = matrix.dense().view(experts, -1, matrix.shape[1])
+                then = before[f"layers.{router.layer}.{name}"].view_as(now)
+                for expert in range(experts):
+                    assert now[places[expert]].equal(then[order.index(expert)])
+        use.clear()
+        again = [one.token_ids for one in llm.generate(PROMPTS, params, progress=False)]
+        assert again == expected
+        shares = [of["experts"]["measured_local_read_share"] for of in (report, llm.report())]
+        assert shares[1] > shares[0] + 0.02
+    kept = json.loads(popularity.kept_path(read_model_config(model)).read_text())["counts"]
+    assert kept == counts  # of the last batch, after the counts were cleared
