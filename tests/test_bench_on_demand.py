@@ -96,3 +96,26 @@ def test_it_is_for_mixtures() -> None:
         UsageError, match=r"on-demand is for mixtures of experts; opt-6.7b has none"
     ):
         sweep(rival="on-demand")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [0.1, 0.3])
+@torch.inference_mode()
+def test_on_a_gpu_copies_arrive_before_their_products(ratio: float) -> None:
+    """The same choices give the same results as with the experts in HBM, step after step."""
+    device = torch.device("cuda", 0)
+    sizes, generator = Sizes(256, 192), torch.Generator().manual_seed(2)
+    whole = torch.randn(24, sizes.elements, generator=generator).mul_(0.05).half()
+    x = torch.randn(8, 256, generator=generator).half().to(device)
+    weights = torch.rand(8, 6, generator=generator).half().to(device)
+    remote = frozenset(range(24 - int(24 * 3 * ratio), 24))
+    experts = [
+        of.pin_memory() if number in remote else of.to(device) for number, of in enumerate(whole)
+    ]
+    rooms = [torch.full((sizes.elements,), torch.nan).half().to(device) for _ in range(BUFFERS)]
+    here = OnDemandExperts(sizes, list(whole.to(device)), frozenset(), Buffers(rooms))
+    there = OnDemandExperts(sizes, experts, remote, Buffers(rooms))
+    for step in range(50):
+        index = torch.rand(8, 24, generator=generator.manual_seed(step)).topk(6).indices.to(device)
+        torch.testing.assert_close(there(x, index, weights), here(x, index, weights))
+    assert there.copied > 0

@@ -460,3 +460,31 @@ def test_the_limit_of_a_step_is_that_of_the_experts_that_were_read() -> None:
     assert limit_s(plan, links, reads) == pytest.approx(expected)
     half = {name: [[n / 2 for n in of] for of in layers] for name, layers in reads.items()}
     assert expected / 2 < limit_s(plan, links, half) < 0.6 * expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixtral", "glm4-moe"])
+def test_on_a_gpu_the_order_of_experts_changes_no_bit(name: str, tmp_path: Path) -> None:
+    """Choices are counted in the graphs of steps, too, and equal those of plain torch's count."""
+    model = tiny_models.save(name, tmp_path / "model", torch.bfloat16)
+    config = read_model_config(model)
+    assert config.mixture
+    file, found = str(written(config, tmp_path / "counts.json")), []
+    params = SamplingParams(max_tokens=24, logprobs=1, ignore_eos=True)
+    for of, ratio in (("uniform", 0.0), (file, 0.0), (file, 0.5), ("uniform", 0.5)):
+        with LLM(
+            model, device="cuda", batch_size=2, max_model_len=64, popularity=of,
+            policy=Policy(offload_ratio=ratio, strategy="uniform"),
+        ) as llm:  # fmt: skip
+            assert llm.fallback is None
+            results = llm.generate(PROMPTS, params, progress=False)
+            use, report = llm.engine.runner.expert_use, llm.report()["experts"]
+            assert use is not None
+            found.append([(one.token_ids, one.logprobs) for one in results] + [use.counts()])
+            tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * 23
+            each = tokens * config.mixture.routing.top_k
+            assert [sum(layer) for layer in use.counts()] == [each] * len(use.counts())
+            assert 0 < report["measured_per_step"] <= config.mixture.routing.experts
+            share = report["measured_local_read_share"]
+            assert share == 1.0 if ratio == 0.0 else 0 < share < 1
+    assert found[1] == found[2] == found[3] == found[0]

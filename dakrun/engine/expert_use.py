@@ -35,6 +35,7 @@ class ExpertUse:
         self.table = torch.zeros(
             2, len(found), 2, experts, dtype=torch.int32, device=torch.device(device)
         )
+        self._rows = [list(of_kind) for of_kind in self.table]  # views
         self.kind = DECODE
         self.steps = self.tokens = 0
 
@@ -46,7 +47,7 @@ class ExpertUse:
 
     def rows(self, router: Router, kind: int | None = None) -> torch.Tensor:
         """The counts int32 [2, E], CHOSEN and READ, of a router in steps of a kind, as a view."""
-        return self.table[self.kind if kind is None else kind, self._numbers[router.layer]]
+        return self._rows[self.kind if kind is None else kind][self._numbers[router.layer]]
 
     def add(self, router: Router, tokens: Mapping[int, int]) -> None:
         """Count `tokens` by the places of the experts that they chose, on the CPU."""
