@@ -334,9 +334,9 @@ def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
     if sweep.config.mixture:
         columns += (
             Column("experts_per_step", "experts read", "{:.1f}".format, rank=2),
-            Column("predicted_experts_per_step", "predicted", "{:.1f}".format, rank=7),
+            Column("predicted_experts_per_step", "predicted read", "{:.1f}".format, rank=7),
             Column("local_read_share", "read in HBM", "{:.1%}".format, rank=2),
-            Column("predicted_local_read_share", "predicted", "{:.1%}".format, rank=7),
+            Column("predicted_local_read_share", "predicted in HBM", "{:.1%}".format, rank=7),
         )
     if sweep.rival is None:
         return columns
