@@ -29,7 +29,7 @@ LAYERS = (
     ("launches",),
     ("hardware", "models"),
     ("config",),
-    ("formats", "grammars"),
+    ("drafts", "formats", "grammars"),
     ("errors", "geometry", "units", "resources", "interrupt", "tables", "terminal", "__init__"),
 )
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer}

@@ -1,0 +1,86 @@
+"""Drafts of the rows of a step, on the CPU: from each row's own text, and from the file's index."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dakrun.drafts.draft_lengths import DraftLengths
+from dakrun.drafts.file_index import FileIndex
+from dakrun.drafts.suffix import LONGEST_MATCH, continuation, longest_match
+
+
+class Draft(NamedTuple):
+    """Drafted tokens, and the length of the match that they come from."""
+
+    tokens: Sequence[int] = ()
+    match: int = 0
+
+
+class _Text:
+    """The tokens of a slot, in memory that grows."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = np.empty(2 * len(tokens) + 64, dtype=np.int32)
+        self._size = 0
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if self._size + len(tokens) > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * (self._size + len(tokens)))
+        self._tokens[self._size : self._size + len(tokens)] = tokens
+        self._size += len(tokens)
+
+    @property
+    def all(self) -> np.ndarray:
+        return self._tokens[: self._size]
+
+
+class Drafter:
+    """Proposes up to `most` tokens for each of `slots` slots."""
+
+    def __init__(self, slots: int, most: int) -> None:
+        self.lengths = DraftLengths(slots, most)
+        self._index = FileIndex(slots)
+        self._texts: dict[int, _Text] = {}
+        self._drafts: dict[int, Draft] = {}
+
+    def begin(self, slot: int, text: Sequence[int]) -> None:
+        """Let the request in `slot` have the tokens `text` so far."""
+        self._texts[slot] = _Text(text)
+        self._index.begin(slot, text)
+        self._drafts.pop(slot, None)
+        self.lengths.begin(slot)
+
+    def propose(self, slots: Sequence[int], most: Sequence[int]) -> list[Sequence[int]]:
+        """Tokens that may be the next ones of each of `slots`, up to `most` of each.
+
+        The longer match proposes: of the slot's own text, or of the file's index.
+        """
+        found = list[Sequence[int]]()
+        matches, of_file = self._index.propose(slots, self.lengths.most)
+        for slot, limit, match, row in zip(slots, most, matches.tolist(), of_file, strict=True):
+            text = self._texts[slot].all
+            own, place = longest_match(text)
+            length = min(limit, self.lengths.length(slot, max(own, match)))
+            if match > own:
+                known = row[:length].tolist()
+                tokens = known[: known.index(-1)] if -1 in known else known
+            else:
+                tokens = continuation(text, place, length)
+            self._drafts[slot] = Draft(tokens, min(LONGEST_MATCH, max(own, match)))
+            found.append(tokens)
+        return found
+
+    def learn(self, slots: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """Take the tokens that were accepted for each of `slots` in the step of its last draft."""
+        drafts = [self._drafts.pop(slot, Draft()) for slot in slots]
+        self.lengths.learn(
+            slots,
+            [draft.match for draft in drafts],
+            [len(draft.tokens) for draft in drafts],
+            [max(0, len(tokens) - 1) for tokens in accepted],
+        )
+        for slot, tokens in zip(slots, accepted, strict=True):
+            self._texts[slot].extend(tokens)
+        self._index.extend(slots, accepted)

@@ -1,0 +1,34 @@
+"""Whether steps carry drafts, and how many tokens each: what a user asks for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dakrun.errors import UsageError
+
+MAX_DRAFT = 15  # drafted tokens of a row in a step: with the newest one, 16 positions
+DEFAULT_DRAFT = 7
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Drafts of up to `most` tokens a row: never ("off"), always, or where they save time."""
+
+    mode: Literal["auto", "off", "suffix"] = "off"
+    most: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> "Speculation":
+        """The choice that `text` names: auto, off, suffix or suffix:K. Raises UsageError."""
+        mode, colon, count = text.partition(":")
+        if mode == "off" and not colon:
+            return cls()
+        if mode == "auto" and not colon:
+            return cls("auto", DEFAULT_DRAFT)
+        if mode == "suffix" and not colon:
+            return cls("suffix", DEFAULT_DRAFT)
+        if mode == "suffix" and count.isdecimal() and 1 <= int(count) <= MAX_DRAFT:
+            return cls("suffix", int(count))
+        raise UsageError(
+            f"speculate: {text!r} is neither auto, off nor suffix",
+            hint=f"drafts of up to K tokens are suffix:K, with K from 1 to {MAX_DRAFT}",
+        )

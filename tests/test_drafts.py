@@ -1,0 +1,140 @@
+"""Drafts of tokens: ends of texts that occur before, the index of a file, lengths of drafts."""
+
+import numpy as np
+import pytest
+
+from dakrun.drafts import (
+    LONGEST_MATCH,
+    MAX_DRAFT,
+    Drafter,
+    DraftLengths,
+    FileIndex,
+    Speculation,
+    continuation,
+    longest_match,
+)
+from dakrun.errors import UsageError
+
+
+def by_definition(text: list[int]) -> tuple[int, int]:
+    """longest_match, place by place."""
+    best = (0, len(text))
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(place, LONGEST_MATCH) and text[place - 1 - length] == text[-1 - length]:
+            length += 1
+        if length and length >= best[0]:
+            best = (length, place)
+    return best
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 40])
+def test_the_last_of_the_longest_matches_is_found(alphabet: int) -> None:
+    random = np.random.default_rng(alphabet)
+    for n in (*range(1, 12), 64, 65, 300):
+        text = random.integers(0, alphabet, n)
+        assert longest_match(text) == by_definition(text.tolist())
+
+
+def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
+    text = np.array([9, 1, 2, 3, 1, 2, 3])
+    length, place = longest_match(text)
+    assert (length, place) == (3, 4) and continuation(text, place, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert continuation(np.array([4, 5]), 2, 3) == []
+
+
+def test_the_index_of_a_file_knows_what_followed_most_often() -> None:
+    """Two answers go on alike, one does not; a fourth slot's text ends like theirs."""
+    index, common = FileIndex(4, entries=1 << 12), list(range(100, 120))
+    for slot, after in ((0, [7, 8, 9]), (1, [3, 3, 3]), (2, [7, 8, 9])):
+        index.begin(slot, [50 + slot])
+        for token in [*common, *after]:
+            index.extend([slot], [[token]])
+    index.begin(3, [1, 2, *common])
+    lengths, tokens = index.propose([3], 6)
+    assert lengths.tolist() == [12] and tokens[0, :3].tolist() == [7, 8, 9]
+    index.begin(3, [5, 6])
+    lengths, tokens = index.propose([3, 3], 2)
+    assert lengths.tolist() == [0, 0] and (tokens < 0).all()
+
+
+def test_tokens_enter_the_index_alike_one_by_one_and_together() -> None:
+    random = np.random.default_rng(3)
+    texts = random.integers(0, 50, (3, 40)).tolist()
+    one, many = FileIndex(3, entries=1 << 14), FileIndex(3, entries=1 << 14)
+    for index in (one, many):
+        for slot in range(3):
+            index.begin(slot, texts[slot][:5])
+    for slot in range(3):
+        for token in texts[slot][5:]:
+            one.extend([slot], [[token]])
+    done = [5, 5, 5]
+    while min(done) < 40:
+        counts = [min(n, 40 - at) for n, at in zip(random.integers(1, 5, 3), done, strict=True)]
+        slots = [slot for slot in range(3) if counts[slot]]
+        many.extend(slots, [texts[s][done[s] : done[s] + counts[s]] for s in slots])
+        done = [at + n for at, n in zip(done, counts, strict=True)]
+    for slot in range(3):
+        for index in (one, many):
+            index.begin(slot, texts[slot][:20])
+    for found in zip(one.propose([0, 1, 2], 15), many.propose([0, 1, 2], 15), strict=True):
+        assert (found[0] == found[1]).all()
+    assert one.propose([0, 1, 2], 15)[1].tolist() == [text[20:35] for text in texts]
+
+
+def test_a_full_index_forgets_what_is_rare() -> None:
+    random = np.random.default_rng(5)
+    index, often = FileIndex(1, entries=1 << 10), list(range(200, 230))
+    for _ in range(20):
+        index.begin(0, [1])
+        index.extend([0], [often])
+    for _ in range(20):
+        index.begin(0, [1])
+        index.extend([0], [random.integers(0, 10_000, 30).tolist()])
+    index.begin(0, often[:20])
+    assert index.propose([0], 8)[1].tolist() == [often[20:28]]
+
+
+def test_drafts_are_as_long_as_they_are_likely_to_be_right() -> None:
+    lengths = DraftLengths(slots=2, most=8)
+    assert lengths.length(0, 0) == 0 and lengths.length(0, 1) < lengths.length(0, 16) == 8
+    for _ in range(200):
+        lengths.learn([0, 1], [16, 3], [8, 2], [0, 2])
+    assert lengths.length(0, 16) == 1 and lengths.length(1, 16) == 1
+    assert lengths.length(1, 3) == 8 and lengths.length(0, 3) == 1, "its own drafts were wrong"
+    lengths.begin(0)
+    assert lengths.length(0, 3) == 8
+
+
+def test_drafts_come_from_a_row_s_own_text_and_from_others() -> None:
+    drafter = Drafter(slots=3, most=4)
+    drafter.begin(0, [1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    drafter.begin(1, [30, 31])
+    drafter.begin(2, [40, 41, 42])
+    assert drafter.propose([0, 1], [3, 4]) == [[4, 5, 6], []]
+    drafter.learn([0, 1], [[4, 5, 9], list(range(32, 60))])
+    drafter.learn([2], [list(range(32, 52))])
+    (found,) = drafter.propose([2], [4])
+    assert found == [52, 53, 54, 55]
+
+
+def test_the_choice_of_drafts_is_read() -> None:
+    assert Speculation.of("off") == Speculation() and Speculation.of("auto").mode == "auto"
+    assert Speculation.of("suffix:3") == Speculation("suffix", 3)
+    for wrong in ("", "on", "suffix:", "suffix:0", f"suffix:{MAX_DRAFT + 1}", "off:2", "auto:1"):
+        with pytest.raises(UsageError, match="neither auto, off nor suffix") as error:
+            Speculation.of(wrong)
+        assert "suffix:K" in error.value.hint
+
+
+def test_the_index_has_a_fixed_size() -> None:
+    index, random = FileIndex(64), np.random.default_rng(0)
+
+    def size() -> int:
+        return sum(array.nbytes for array in vars(index).values() if hasattr(array, "nbytes"))
+
+    before = size()
+    for _ in range(20):
+        index.extend(range(64), random.integers(0, 50_000, (64, 9)).tolist())
+        index.propose(range(64), 4)
+    assert before == size() < 17 << 20
