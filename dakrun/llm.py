@@ -205,7 +205,13 @@ class LLM(OfflineCalls):
         try:
             with gpu_errors():
                 runner = self._load(self._directory)
-            self._engine = Engine(runner, self.plan, self.rules.tokenizer, self.rules.grammars)
+                self._engine = Engine(
+                    runner,
+                    self.plan,
+                    self.rules.tokenizer,
+                    self.rules.grammars,
+                    self._planner.options.speculation,
+                )
         except BaseException:
             self.close()
             raise

@@ -111,11 +111,12 @@ def test_drafts_come_from_a_row_s_own_text_and_from_others() -> None:
     drafter.begin(0, [1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
     drafter.begin(1, [30, 31])
     drafter.begin(2, [40, 41, 42])
-    assert drafter.propose([0, 1], [3, 4]) == [[4, 5, 6], []]
+    assert drafter.propose([0, 1], [3, 4], {}) == [[4, 5, 6], []]
     drafter.learn([0, 1], [[4, 5, 9], list(range(32, 60))])
     drafter.learn([2], [list(range(32, 52))])
-    (found,) = drafter.propose([2], [4])
+    (found,) = drafter.propose([2], [4], {2: []})
     assert found == [52, 53, 54, 55]
+    assert drafter.propose([0], [2], {0: [8, 8, 8]}) == [[8, 8]]
 
 
 def test_the_choice_of_drafts_is_read() -> None:

@@ -25,6 +25,7 @@ from dakrun.cli.options import (
     reasoning_option,
     run_options,
     sampling_options,
+    speculate_option,
     threads_option,
     workload_options,
 )
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 @format_option("With dummy weights: ")
 @chat_template_option
 @reasoning_option
+@speculate_option
 @threads_option()
 @click.option("--report", "report_path", metavar="FILE.json", help="Write the run's report.")
 @click.option("--resume", is_flag=True, help="Skip rows that the output already has.")

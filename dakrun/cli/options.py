@@ -138,6 +138,25 @@ reasoning_option = click.option(
 )
 
 
+def _speculate(ctx: click.Context, param: click.Parameter, speculate: str) -> str:
+    """--speculate, if it names a choice."""
+    from dakrun.drafts import Speculation
+
+    Speculation.of(speculate)
+    return speculate
+
+
+speculate_option = click.option(
+    "--speculate",
+    metavar="auto|off|suffix[:K]",
+    default="off",
+    show_default=True,
+    callback=_speculate,
+    help="Let steps carry up to K tokens of a row that may come next, taken from prompts and "
+    "answers, and keep those that the model chooses; auto: where that is faster.",
+)
+
+
 def _seconds(
     ctx: click.Context, param: click.Parameter, milliseconds: float | None
 ) -> float | None:

@@ -10,12 +10,13 @@ step. speculation.py has the user's choice. Knows tokens and slots; neither mode
 from dakrun.drafts.draft_lengths import DraftLengths
 from dakrun.drafts.drafter import Drafter
 from dakrun.drafts.file_index import FileIndex
-from dakrun.drafts.speculation import MAX_DRAFT, Speculation
+from dakrun.drafts.speculation import MAX_DRAFT, OFF, Speculation
 from dakrun.drafts.suffix import LONGEST_MATCH, continuation, longest_match
 
 __all__ = [
     "LONGEST_MATCH",
     "MAX_DRAFT",
+    "OFF",
     "DraftLengths",
     "Drafter",
     "FileIndex",

@@ -41,9 +41,12 @@ class DraftLengths:
         drafted: Sequence[int],
         accepted: Sequence[int],
     ) -> None:
-        """Count drafts of each of `slots`: the `accepted` first tokens of `drafted` were right."""
+        """Count drafts of each of `slots`: the `accepted` first tokens of `drafted` were right.
+
+        Those without a match are not counted.
+        """
         for slot, match, tried, right in zip(slots, matches, drafted, accepted, strict=True):
-            if not tried:
+            if not (tried and match):
                 continue
             own = self.by_slot[slot]
             if not right:

@@ -1,6 +1,6 @@
 """Drafts of the rows of a step, on the CPU: from each row's own text, and from the file's index."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from dakrun.drafts.suffix import LONGEST_MATCH, continuation, longest_match
 
 
 class Draft(NamedTuple):
-    """Drafted tokens, and the length of the match that they come from."""
+    """Drafted tokens, and the length of the match that they come from; 0 if they are forced."""
 
     tokens: Sequence[int] = ()
     match: int = 0
@@ -52,14 +52,21 @@ class Drafter:
         self._drafts.pop(slot, None)
         self.lengths.begin(slot)
 
-    def propose(self, slots: Sequence[int], most: Sequence[int]) -> list[Sequence[int]]:
+    def propose(
+        self, slots: Sequence[int], most: Sequence[int], forced: Mapping[int, Sequence[int]]
+    ) -> list[Sequence[int]]:
         """Tokens that may be the next ones of each of `slots`, up to `most` of each.
 
-        The longer match proposes: of the slot's own text, or of the file's index.
+        Those that a grammar has `forced`, by slot; else the longer match proposes: of the slot's
+        own text, or of the file's index.
         """
         found = list[Sequence[int]]()
         matches, of_file = self._index.propose(slots, self.lengths.most)
         for slot, limit, match, row in zip(slots, most, matches.tolist(), of_file, strict=True):
+            if forced.get(slot):
+                found.append(forced[slot][:limit])
+                self._drafts[slot] = Draft(found[-1])
+                continue
             text = self._texts[slot].all
             own, place = longest_match(text)
             length = min(limit, self.lengths.length(slot, max(own, match)))

@@ -32,3 +32,6 @@ class Speculation:
             f"speculate: {text!r} is neither auto, off nor suffix",
             hint=f"drafts of up to K tokens are suffix:K, with K from 1 to {MAX_DRAFT}",
         )
+
+
+OFF = Speculation()

@@ -9,7 +9,7 @@ bar in the terminal.
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
 
-step.py has the tokens of a step. A runner (runner.py) computes it: graph_runner.py on the GPU's
+step.py has the tokens of a step, acceptance.py says which of its drafts count. A runner (runner.py) computes it: graph_runner.py on the GPU's
 kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
 reference_runner.py in plain torch. expert_use.py counts the experts that are chosen, by which
 expert_moves.py lets them change places. sampler.py chooses tokens in torch, from logits that

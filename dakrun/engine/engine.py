@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dakrun.drafts import OFF, Speculation
 from dakrun.engine.adjustments import History
 from dakrun.engine.admission import Admission
 from dakrun.engine.answers import guidance_of, has_form
@@ -71,8 +72,12 @@ class Engine:
         plan: Plan,
         tokenizer: Tokenizer | None,
         grammars: Grammars | None = None,
+        speculation: Speculation = OFF,
     ) -> None:
         self.runner, self.plan = runner, plan
+        self._most_drafts = speculation.most
+        if self._most_drafts:
+            runner.draft(self._most_drafts)
         self.stats, self.prompts_first = EngineStats(), False
         self._tokenizer, self._grammars = tokenizer, grammars
         self._max_len = plan.workload.max_model_len
@@ -228,10 +233,14 @@ class Engine:
         """
         if len(self._steps) >= self.runner.ahead:
             return False
-        decoding, parts = self._next_rows(none_now=none_now)
+        drafts = self._most_drafts
+        decoding, parts = self._next_rows(drafts, none_now=none_now)
         if not (decoding or parts):
             return False
         decode = [Row(r.slot, r.cached, r.sampling) for r in decoding]
+        if drafts:
+            pairs = zip(decode, decoding, strict=True)
+            decode = [row._replace(length=self._row_length(r, drafts)) for row, r in pairs]
         launched = _Launched(
             time.perf_counter(),
             Step(decode, [row for _, row in parts]),
@@ -240,31 +249,44 @@ class Engine:
         self.runner.launch(launched.step)
         self._steps.append(launched)
         self._count_launch(launched)
-        for r, row in zip(launched.requests, launched.step.rows, strict=True):
+        for r in decoding:
+            r.cached += 1
+        if drafts:
+            for r, row in zip(decoding, decode, strict=True):
+                r.drafted += row.length - 1
+        for r, row in parts:
             r.cached += row.length
         self._running += self.prompts.take_begun(parts)
         return True
 
+    def _row_length(self, r: RequestState, drafts: int) -> int:
+        """Tokens of `r` in a step with up to `drafts` drafts: as many as it may need and hold."""
+        room = min(r.end, self.runner.cache.room(r.slot))
+        return 1 + max(0, min(drafts, room - 1 - r.cached))
+
     def _next_rows(
-        self, *, none_now: bool
+        self, drafts: int, *, none_now: bool
     ) -> tuple[Sequence[RequestState], Sequence[tuple[RequestState, Row]]]:
         """The requests that decode in the next step, and the parts of prompts in it.
 
-        There are neither if there is nothing to compute, or if blocks must be waited for. Prompts
-        begin if they are worth a pass, or if no others can join them (`none_now`).
+        There are neither if there is nothing to compute, or if blocks must be waited for. Rows have
+        up to `drafts` drafts. Prompts begin if they are worth a pass, or if no others can join them
+        (`none_now`).
         """
         new = self.prompts.requests
         idle = not (self._running or new or self._steps)
         self._running += self.preemption.resume(idle=idle)
         rows = [] if self.prompts_first and new else self._running
-        decoding = self._reserve_or_preempt([r for r in rows if r.cached < r.end])
+        decoding = self._reserve_or_preempt([r for r in rows if r.cached < r.end], drafts)
         if decoding is None:
             return (), ()
         begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
         return decoding, self.prompts.take_parts(len(decoding)) if new and begins else ()
 
-    def _reserve_or_preempt(self, active: list[RequestState]) -> list[RequestState] | None:
-        """Take a KV block for the next position of each of `active`, where a block begins there.
+    def _reserve_or_preempt(
+        self, active: list[RequestState], drafts: int
+    ) -> list[RequestState] | None:
+        """Take KV blocks for the next position of each of `active`, and for `drafts` if they fit.
 
         Returns the requests of `active` that can go on. Where no block is free, requests of that
         tier are preempted, the youngest first; they are the first to get a slot when one is free.
@@ -272,9 +294,13 @@ class Engine:
         """
         cache = self.runner.cache
         for r in active:
-            if r.cached % KV_BLOCK:
+            if (r.cached % KV_BLOCK and not (drafts or r.drafted)) or r.slot == NO_SLOT:
                 continue
-            while r.slot != NO_SLOT and not cache.reserve(r.slot, r.cached + 1):
+            next_one = min(r.end, r.cached + r.drafted + 1)
+            wanted, room = min(r.end, next_one + drafts), cache.room(r.slot)
+            if wanted <= room or (drafts and cache.reserve(r.slot, wanted)) or next_one <= room:
+                continue
+            while r.slot != NO_SLOT and not cache.reserve(r.slot, next_one):
                 last = self._youngest(cache.tier(r.slot))
                 if self._steps:
                     self.preemption.save_ahead(last, self._running)
@@ -327,7 +353,20 @@ class Engine:
             stats.mixed_steps += bool(launched.step.decode)
         else:
             stats.step_s.append(seconds)
+        if self._most_drafts:
+            self._count_drafts(launched, accepted)
         return self._record(launched.requests, accepted, now)
+
+    def _count_drafts(self, launched: _Launched, accepted: Accepted) -> None:
+        """Correct the positions of rows by their accepted drafts, and add these to the totals."""
+        rows = zip(launched.requests, launched.step.decode, accepted.tokens, strict=False)
+        for r, row, tokens in rows:
+            r.cached += len(tokens) - 1
+            r.drafted -= row.length - 1
+        for count, tokens in zip(accepted.drafted, accepted.tokens, strict=False):
+            if tokens:
+                self.stats.drafts[count] += 1
+                self.stats.accepted_drafts[count] += len(tokens) - 1
 
     def _record(
         self, requests: Sequence[RequestState], accepted: Accepted, now: float

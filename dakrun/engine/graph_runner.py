@@ -28,6 +28,7 @@ from dakrun.engine.mask_writer import MaskWriter
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
+from dakrun.errors import CannotRun
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import adjustments, sampling_words, without_options
 from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
@@ -108,6 +109,13 @@ class GraphRunner:
             for rows, count in sorted(self.replays.count.items())
         ]
         return {"buckets": buckets, "replay_gap_s": gaps}
+
+    def draft(self, most: int) -> None:
+        """Raise CannotRun: steps on the kernels carry no drafts."""
+        raise CannotRun(
+            f"the GPU's kernels cannot run steps with {most} drafted tokens a row",
+            hint="use --speculate off",
+        )
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:

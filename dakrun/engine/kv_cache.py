@@ -200,6 +200,10 @@ class KVCache:
             self._note(slot, len(held) - 1)
         return True
 
+    def room(self, slot: int) -> int:
+        """Positions for which `slot` has blocks."""
+        return len(self._blocks[slot]) * KV_BLOCK
+
     def release(self, slot: int) -> None:
         """Take back all blocks of `slot`.
 

@@ -4,6 +4,7 @@ Plain records; engine.py and the parts of the scheduler that it uses change them
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,9 @@ class EngineStats:
     steps with prompts and decode rows; those rows read `mixed_kv_bytes`. `step_s` has the seconds
     of each step without prompts. These steps had `step_rows` rows in all, which read
     `kv_bytes_read` KV bytes. A block that rows share counts once in a step.
+
+    `drafts` counts the rows of steps with drafts, by the number of tokens drafted for a row, and
+    `accepted_drafts` the tokens of them that were accepted.
     """
 
     requests: int = 0
@@ -52,6 +56,8 @@ class EngineStats:
     step_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     step_rows: int = 0
     kv_bytes_read: int = 0
+    drafts: Counter[int] = field(default_factory=Counter)
+    accepted_drafts: Counter[int] = field(default_factory=Counter)
 
     @property
     def tokens_so_far(self) -> int:
@@ -66,12 +72,12 @@ class RequestState:
     `prompt` has the tokens that enter the KV cache before the first decode row: the request's
     prompt, and the new tokens that it had when it last gave up its slot. The first `cached`
     positions of its slot are computed, or will be by the steps launched so far: the next row begins
-    there. The first `shared` positions lie in blocks of other requests. `names` has the names of
-    the prompt's full KV blocks. The first `spilled` blocks lie outside the slot's tier; such a
-    request has no names. `saved` are copies of its KV blocks, from which it goes on after it has
-    given them up. `limit` is the most new tokens that it may have; with 0 one is computed and
-    dropped. `scores` has the log-probabilities of the prompt's tokens behind the first, if it asks
-    for them.
+    there, or up to `drafted` positions later if these steps' drafts are accepted. The first
+    `shared` positions lie in blocks of other requests. `names` has the names of the prompt's full
+    KV blocks. The first `spilled` blocks lie outside the slot's tier; such a request has no names.
+    `saved` are copies of its KV blocks, from which it goes on after it has given them up. `limit`
+    is the most new tokens that it may have; with 0 one is computed and dropped. `scores` has the
+    log-probabilities of the prompt's tokens behind the first, if it asks for them.
     """
 
     request: Request
@@ -84,6 +90,7 @@ class RequestState:
     logprobs: list[Likeliest] = field(default_factory=list)
     scores: list[Likeliest] = field(default_factory=list)
     cached: int = 0
+    drafted: int = 0
     names: Sequence[bytes] = ()
     shared: int = 0
     spilled: int = 0

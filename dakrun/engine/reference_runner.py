@@ -8,14 +8,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from dakrun.engine.expert_moves import ExpertMoves
 from dakrun.engine.expert_use import ExpertUse
+from dakrun.drafts import Drafter
+from dakrun.engine.acceptance import accept
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.runner import Chosen
@@ -254,6 +256,7 @@ class ReferenceRunner:
         self._newest: dict[int, int] = {}  # token by slot
         self._guides: dict[int, Guide] = {}  # by slot
         self._accepted: deque[Accepted] = deque()  # by step
+        self.drafter: Drafter | None = None
 
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds by op, the mean of all steps so far, on a CPU."""
@@ -268,31 +271,77 @@ class ReferenceRunner:
         moved = {"exchanged_pairs": self._moves.exchanged, "bytes": self._moves.nbytes}
         return {"expert_moves": moved}
 
+    def draft(self, most: int) -> None:
+        """Prepare for steps that carry up to `most` drafted tokens of a row."""
+        self.drafter = Drafter(self.cache.slots, most)
+
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Compute a step."""
         if self._moves:
             self._moves.between_steps()
+        step = self._drafted(step)
         logits, scores = self.logits(step)
         timed = self._timed if not step.prompts else None
         self._steps += not step.prompts
         with timed.timer("sampling") if timed else nullcontext():
             for row in step.prompts:
                 self._begin_guide(row)
-            accepted = Chosen(logits, step, allowed=self._allowed(step.choosing)).collect()
+            tokens = accept(logits, step.choosing, self._guides)
+            accepted = self._read(logits, step, tokens)
         if scores is not None:
             accepted = accepted._replace(scores=scores.collect())
         self._accepted.append(accepted)
-        for row, tokens in zip(step.rows, accepted.tokens, strict=True):
-            for token in tokens:
-                self._newest[row.slot] = max(token, 0)  # NO_TOKEN has no embedding
-                if row.sampling.guidance is not None and token >= 0:
-                    self._guides[row.slot].accept(token)
+        for row, new in zip(step.choosing, tokens, strict=True):
+            self._newest[row.slot] = max(new[-1], 0)  # NO_TOKEN has no embedding
+        self._learn(step, tokens)
+
+    def _drafted(self, step: Step) -> Step:
+        """The step with drafts in its decode rows, as far as there are any."""
+        if not any(row.length > 1 for row in step.decode):
+            return step
+        assert self.drafter is not None, "expected draft() before rows with drafts"
+        forced = {
+            row.slot: self._guides[row.slot].forced()
+            for row in step.decode
+            if row.sampling.guidance is not None
+        }
+        slots = [row.slot for row in step.decode]
+        drafts = self.drafter.propose(slots, [row.length - 1 for row in step.decode], forced)
+        rows = [
+            row._replace(length=1 + len(tokens), wanted=1 + len(tokens), tokens=tokens)
+            for row, tokens in zip(step.decode, drafts, strict=True)
+        ]
+        return step._replace(decode=rows)
+
+    def _read(self, logits: torch.Tensor, step: Step, tokens: Sequence[Sequence[int]]) -> Accepted:
+        """What a step has accepted: `tokens` of its rows `choosing`, and what else is asked for."""
+        rows, counts = step.choosing, [len(new) for new in tokens]
+        if sum(counts) < len(logits):
+            firsts = accumulate((row.wanted for row in rows), initial=0)
+            places = [first + i for first, n in zip(firsts, counts, strict=False) for i in range(n)]
+            logits = logits[places]
+        chosen = torch.tensor([token for new in tokens for token in new], device=self._device)
+        accepted = Chosen(logits, step, chosen, counts).collect()
+        if self.drafter is None:
+            return accepted
+        return accepted._replace(drafted=[len(row.tokens) for row in step.decode])
+
+    def _learn(self, step: Step, tokens: Sequence[Sequence[int]]) -> None:
+        """Tell the drafter which tokens were accepted for the rows `choosing`."""
+        if self.drafter is None:
+            return
+        count = len(step.decode)
+        self.drafter.learn([row.slot for row in step.decode], tokens[:count])
+        for row, new in zip(step.choosing[count:], tokens[count:], strict=True):
+            self.drafter.begin(row.slot, [*row.sampling.history.last(row.last + 1), *new])
 
     def resume(self, row: Row) -> None:
         """Let the token of `row` be the newest of its slot."""
         (self._newest[row.slot],) = row.tokens
         self._begin_guide(row)
+        if self.drafter is not None:
+            self.drafter.begin(row.slot, row.sampling.history.last(row.last + 1))
 
     def collect(self) -> Accepted:
         """The tokens accepted in the oldest step."""
@@ -307,17 +356,6 @@ class ReferenceRunner:
         guidance = row.sampling.guidance
         if guidance is not None and row.wanted:
             self._guides[row.slot] = guidance.guide(row.sampling.history.tokens)
-
-    def _allowed(self, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
-        """The tokens that the guides of rows allow next, bool [V] by the row's number."""
-        found, vocabulary = {}, self._model.config.vocab_size
-        for number, row in enumerate(rows):
-            if row.sampling.guidance is not None:
-                mask = np.empty(ceil_div(vocabulary, 32), dtype=np.int32)
-                self._guides[row.slot].fill(mask)
-                bits = np.unpackbits(mask.view(np.uint8), count=vocabulary, bitorder="little")
-                found[number] = torch.from_numpy(bits.astype(bool)).to(self._device)
-        return found
 
     @torch.inference_mode()
     def logits(self, step: Step) -> tuple[torch.Tensor, Scores | None]:

@@ -5,6 +5,7 @@ graph_runner.py has the runner of the GPU's kernels, reference_runner.py that of
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,7 @@ import torch
 from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import log_probabilities
-from dakrun.engine.sampler import sample
-from dakrun.engine.step import Accepted, Row, Step
+from dakrun.engine.step import Accepted, Likeliest, Row, Step
 from dakrun.errors import GpuFailed
 from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
@@ -34,6 +34,10 @@ class Runner(Protocol):
     chunk_tokens: int
     expert_use: ExpertUse | None
 
+    def draft(self, most: int) -> None:
+        """Prepare for steps that carry up to `most` drafted tokens of a row."""
+        ...
+
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op, as far as known, with all slots `length` positions long.
 
@@ -46,7 +50,10 @@ class Runner(Protocol):
         ...
 
     def launch(self, step: Step) -> None:
-        """Start a step. The tokens that it chooses become the newest of their slots."""
+        """Start a step. The tokens that it chooses become the newest of their slots.
+
+        A decode row carries up to `length` - 1 tokens that the runner drafts.
+        """
         ...
 
     def resume(self, row: Row) -> None:
@@ -69,22 +76,19 @@ class Chosen:
         self,
         logits: torch.Tensor,
         step: Step,
-        tokens: torch.Tensor | None = None,
-        allowed: Mapping[int, torch.Tensor] | None = None,
+        tokens: torch.Tensor,
+        counts: Sequence[int] | None = None,
     ) -> None:
-        """Start to choose from logits [n, V] of the rows `choosing`, without waiting.
+        """Start to read `tokens`, integers [n], chosen from logits [n, V], without waiting.
 
-        `tokens`, integers [n] on the device: the tokens, if they have been chosen before. `allowed`
-        has the tokens that grammars allow, bool [V] by the row's number.
+        `counts` has the number of tokens of each of the step's rows `choosing`, by default one.
         """
         self._step, rows = step, step.choosing
-        sampling = [row.sampling for row in rows]
-        if tokens is None:
-            params, seeds = [one.params for one in sampling], [one.seed for one in sampling]
-            positions, histories = [row.last + 1 for row in rows], [one.history for one in sampling]
-            tokens = sample(logits, params, seeds, positions, histories, allowed)
-        asked = ((i, one.params.logprobs) for i, one in enumerate(sampling))
-        self._asked = {i: top for i, top in asked if top is not None}
+        self._counts = [1] * len(rows) if counts is None else counts
+        tops = (row.sampling.params.logprobs for row in rows)
+        each = zip(tops, self._counts, strict=True)
+        by_token = (top for top, count in each for _ in range(count))
+        self._asked = {i: top for i, top in enumerate(by_token) if top is not None}
         parts = [tokens]
         if self._asked:
             numbers = upload(torch.tensor(list(self._asked)), logits.device)
@@ -98,11 +102,15 @@ class Chosen:
         if self._ready is not None:
             self._ready.synchronize()
         tokens, *found = (part.tolist() for part in self._parts)
-        likeliest: list[list[list[tuple[int, float]]]] = [[] for _ in tokens]
+        likeliest: list[list[Likeliest]] = [[] for _ in tokens]
         for (number, top), ids, values in zip(self._asked.items(), *found, strict=True):
             likeliest[number].append(list(zip(ids, values, strict=True))[: 1 + top])
-        by_row = self._step.by_row
-        return Accepted(by_row([[token] for token in tokens]), by_row(likeliest))
+        by_row, numbers = self._step.by_row, iter(range(len(tokens)))
+        mine = [list(islice(numbers, count)) for count in self._counts]
+        return Accepted(
+            by_row([[tokens[i] for i in own] for own in mine]),
+            by_row([[one for i in own for one in likeliest[i]] for own in mine]),
+        )
 
 
 @contextmanager

@@ -28,9 +28,11 @@ class Sampling(NamedTuple):
 class Row(NamedTuple):
     """The tokens of one request in a step: `length` of them enter `slot` from position `start` on.
 
-    A part of a prompt has all its `tokens`. A decode row has none: its one token is the newest of
-    the slot, which the CPU need not know. Logits are computed after the last `wanted` tokens, 0 or
-    1 in the engine's steps; the token of the next position is chosen from them by `sampling`.
+    A part of a prompt has all its `tokens`. A decode row has none: its first token is the newest of
+    the slot, which the CPU need not know, and up to `length` - 1 drafts follow, which the runner
+    makes. Where earlier steps with drafts are in flight, it may begin later than at `start`. Logits
+    are computed after the last `wanted` tokens of a part, 0 or 1, and after all of a decode row;
+    the tokens of the next positions are chosen from them by `sampling`.
     `scored`, of a part whose log-probabilities are wanted, are the prompt's tokens behind the
     part's first token, behind its second and so on: as many as the part, one less at the end.
     """
@@ -79,11 +81,13 @@ Likeliest = list[tuple[int, float]]
 class Accepted(NamedTuple):
     """The tokens accepted for each row of a step, in order; NO_TOKEN if logits are not finite.
 
-    A row gets the token after its own if its logits are wanted, else none. `logprobs`, empty if no
-    row asks for them, are the log-probabilities of these tokens, of rows that ask. `scores`, empty
-    if no row has `scored` tokens, are those of each row's `scored` tokens.
+    A row gets the token after its own if its logits are wanted, else none; and as many more as its
+    drafts foresaw. `logprobs`, empty if no row asks for them, are the log-probabilities of these
+    tokens, of rows that ask. `scores`, empty if no row has `scored` tokens, are those of each row's
+    `scored` tokens. `drafted`, empty if no row has drafts, counts those of each decode row.
     """
 
     tokens: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[Likeliest]] = ()
     scores: Sequence[Sequence[Likeliest]] = ()
+    drafted: Sequence[int] = ()

@@ -45,10 +45,6 @@ class Guide:
 
     `state` is "opening" before the first token if the answer may begin with a thought, then
     "thought" or "answer". Masks are int32 [ceil(vocabulary / 32)], a bit for each token.
-
-    A grammar that allows one way only forces several tokens at once
-    (LLMatcher.compute_ff_tokens); steps that carry more than one token of a row may take them
-    together, each by `accept`.
     """
 
     def __init__(self, guidance: Guidance) -> None:
@@ -77,6 +73,12 @@ class Guide:
     def is_free(self) -> bool:
         """Whether all tokens are allowed from now on."""
         return self.state == "answer" and self._answer is None
+
+    def forced(self) -> list[int]:
+        """Tokens that come next if the grammar's only way is spelled as the tokenizer does it."""
+        if self.state != "answer" or self._answer is None:
+            return list(self._forced)
+        return list(self._answer.compute_ff_tokens())
 
     def accept(self, token: int) -> None:
         """Go on behind the next token."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
 from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, Workload, model_len
+from dakrun.drafts import Speculation
 from dakrun.errors import check_choice, check_count, check_number, invalid_value
 from dakrun.formats.named import NAMES as FORMAT_NAMES
 from dakrun.hardware import HardwareProfile
@@ -50,6 +51,9 @@ class RunOptions:
       of a file (see models/popularity.py).
     - `choices`: the popularity by which the routers of random weights choose; "auto" is that by
       which experts are placed.
+    - `speculate`: whether steps carry drafts of a row's next tokens, which change no result:
+      "suffix" or "suffix:K", up to K tokens from text that is there already; "auto" where that is
+      measured to be faster; "off".
     - `threads`: CPU threads of torch, in the whole process; by default one for each core that the
       process may use, and at most torch's own default. Where other programs need the CPU, set
       OMP_WAIT_POLICY and GOMP_SPINCOUNT before torch is imported, as cli/main.py does.
@@ -76,6 +80,7 @@ class RunOptions:
     format: str = "auto"
     popularity: str = AUTO
     choices: str = AUTO
+    speculate: str = "off"
     threads: int | None = None
     started: datetime | None = None
 
@@ -84,6 +89,9 @@ class RunOptions:
         check_choice("device", self.device, ("auto", "cuda", "cpu"))
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("format", self.format, ("auto", *FORMAT_NAMES))
+        if not isinstance(self.speculate, str):
+            raise invalid_value("speculate", self.speculate, "auto, off, suffix or suffix:K")
+        _ = self.speculation
         for name, other in (
             *(("threads", None), ("batch_size", "auto"), ("max_model_len", None)),
             ("expected_prompt", None),
@@ -114,6 +122,11 @@ class RunOptions:
             raise invalid_value("started", self.started, "a datetime or None")
         if not isinstance(self.policy, Policy):
             raise invalid_value("policy", self.policy, "a Policy or None")
+
+    @property
+    def speculation(self) -> Speculation:
+        """The choice that `speculate` names."""
+        return Speculation.of(self.speculate)
 
     def plan(
         self, model: ModelConfig, profile: HardwareProfile, *, choosing: Policy | None = None
@@ -181,5 +194,6 @@ class RunKeywords(TypedDict, total=False):
     format: str
     popularity: str
     choices: str
+    speculate: str
     threads: int | None
     started: datetime | None
