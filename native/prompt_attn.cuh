@@ -7,6 +7,7 @@
 #include "common.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
+#include "prompt_tile.cuh"
 
 constexpr bool kPrefixes = PREFIXES;
 constexpr int kStages = STAGES;  // of the ring
@@ -40,20 +41,6 @@ constexpr int kPartial = HEAD_DIM + ATTENTION_PARTIAL_EXTRA;
 constexpr float kMaskedScore = -1e30f;
 
 extern __shared__ __align__(1024) uint8_t smem[];
-
-// Consecutive queries of a request, for all KV heads, and a range of KV blocks. PromptWork in
-// dakrun/kernels/attention/prompt.py makes them.
-struct PromptTile {
-  int row, queries;         // of q: the first query, and the number of queries
-  int position;             // of the first query
-  int length;               // positions that are stored; memory past them may be NaN
-  int slot;                 // whose block table it is
-  int first_block, blocks;  // up to the block of the last query
-  int split, splits;        // the range, and the number of ranges
-  int partial;              // row of the partial results of split 0; `queries * group` rows each
-  int arrivals;             // the first of the counters of its KV heads and parts
-  int unused;
-};
 
 struct PromptAttnArgs {
   const PromptTile* tiles;  // [count], long ones first

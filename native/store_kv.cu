@@ -9,19 +9,13 @@
 
 #include "element.cuh"
 #include "geometry.cuh"
+#include "store_place.cuh"
 
 constexpr int kThreads = ELEMENTWISE_THREADS;
 
-// Address of a token's row in the cache: `layer_bytes` from layer to layer, `head_bytes` from KV
-// head to KV head.
-struct KVPlace {
-  uint8_t* key;  // of the first KV head in the first layer
-  int64_t layer_bytes, head_bytes;
-};
-
 struct StoreKvArgs {
   Element* qkv;             // [n, q_heads + 2 kv_heads, head_dim]
-  const int* positions;     // [n]
+  const int* positions;     // [n], negative for tokens to skip
   const float2* rotations;  // [positions, head_dim / 2]: cosine and sine; or null
   const KVPlace* places;    // [n]
   int n, layer;
@@ -41,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int64_t token = number / pairs / heads;
   if (token >= args.n) return;
   const int position = args.positions[token];
+  if (position < 0) return;
   const int64_t row = token * (args.q_heads + 2 * args.kv_heads) + head;
   auto* const from = reinterpret_cast<Chunk*>(args.qkv + row * args.head_dim) + pair;
   Chunk first = from[0], second = from[pairs];

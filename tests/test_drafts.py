@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from dakrun.drafts import (
-    LONGEST_MATCH,
     MAX_DRAFT,
     Drafter,
     DraftLengths,
@@ -14,6 +13,7 @@ from dakrun.drafts import (
     longest_match,
 )
 from dakrun.errors import UsageError
+from dakrun.geometry import LONGEST_MATCH
 
 
 def by_definition(text: list[int]) -> tuple[int, int]:

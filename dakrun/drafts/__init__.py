@@ -11,10 +11,9 @@ from dakrun.drafts.draft_lengths import DraftLengths
 from dakrun.drafts.drafter import Drafter
 from dakrun.drafts.file_index import FileIndex
 from dakrun.drafts.speculation import MAX_DRAFT, OFF, Speculation
-from dakrun.drafts.suffix import LONGEST_MATCH, continuation, longest_match
+from dakrun.drafts.suffix import continuation, longest_match
 
 __all__ = [
-    "LONGEST_MATCH",
     "MAX_DRAFT",
     "OFF",
     "DraftLengths",

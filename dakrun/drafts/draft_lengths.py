@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dakrun.drafts.suffix import LONGEST_MATCH
+from dakrun.geometry import LONGEST_MATCH
 
 LEAST_CHANCE = 0.15  # of a drafted token to be accepted
 PRIOR = 8.0  # drafts of which half were accepted, before any is counted

@@ -7,7 +7,8 @@ import numpy as np
 
 from dakrun.drafts.draft_lengths import DraftLengths
 from dakrun.drafts.file_index import FileIndex
-from dakrun.drafts.suffix import LONGEST_MATCH, continuation, longest_match
+from dakrun.drafts.suffix import continuation, longest_match
+from dakrun.geometry import LONGEST_MATCH
 
 
 class Draft(NamedTuple):

@@ -6,7 +6,7 @@ native/draft_tokens.cu does the same.
 
 import numpy as np
 
-LONGEST_MATCH = 32  # tokens compared at most
+from dakrun.geometry import LONGEST_MATCH
 
 
 def longest_match(text: np.ndarray) -> tuple[int, int]:

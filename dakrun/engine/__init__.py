@@ -9,14 +9,15 @@ bar in the terminal.
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
 
-step.py has the tokens of a step, acceptance.py says which of its drafts count. A runner (runner.py) computes it: graph_runner.py on the GPU's
-kernels (decode_step.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
-reference_runner.py in plain torch. expert_use.py counts the experts that are chosen, by which
-expert_moves.py lets them change places. sampler.py chooses tokens in torch, from logits that
-adjustments.py changes as a request asks; logprobs.py has their log-probabilities. answers.py has
-what guides the tokens of a request whose answer must have a form, and mask_writer.py writes which
-ones it allows for the GPU's steps. machine_planner.py plans for this machine's free memory,
-build.py makes the runner that a plan asks for.
+step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
+computes it: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.py, prefill.py,
+cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
+expert_use.py counts the experts that are chosen, by which expert_moves.py lets them change places.
+sampler.py chooses tokens in torch, from logits that adjustments.py changes as a request asks;
+logprobs.py has their log-probabilities. answers.py has what guides the tokens of a request whose
+answer must have a form, and mask_writer.py writes which ones it allows for the GPU's steps.
+machine_planner.py plans for this machine's free memory, build.py makes the runner that a plan asks
+for.
 """
 
 from dakrun.engine.admission import Admission

@@ -34,10 +34,10 @@ def store_kv(
 ) -> None:
     """Store the keys and values of qkv [N, Hq + 2 Hkv, D], 16-bit, in the layout of kv_blocks.py.
 
-    Token i is at position positions[i] (int32 [N]) of its slot. places[i] (int64 [N, 3]) has the
-    address of its key in the slot's first head in layer 0, the bytes from layer to layer, and those
-    from head to head. With `rotations`, float32 [P, D / 2, 2] of cosines and sines per position,
-    queries and keys are rotated first (RoPE), in place.
+    Token i is at position positions[i] (int32 [N]) of its slot; a negative one says to skip it.
+    places[i] (int64 [N, 3]) has the address of its key in the slot's first head in layer 0, the
+    bytes from layer to layer, and those from head to head. With `rotations`, float32 [P, D / 2, 2]
+    of cosines and sines per position, queries and keys are rotated first (RoPE), in place.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     n, heads, dim = qkv.shape

@@ -1,0 +1,247 @@
+"""Drafts of a step's rows and their acceptance; wraps native/draft_tokens.cu and accept_drafts.cu.
+
+Knows rows, slots and the texts in them; neither requests nor models.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dakrun.geometry import (
+    ATTENTION_PARTIAL_EXTRA,
+    DRAFT_THREADS,
+    ELEMENTWISE_THREADS,
+    KV_BLOCK,
+    LONGEST_MATCH,
+    WARPGROUPS,
+)
+from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
+from dakrun.kernels.attention.prompt import SPLIT_BLOCKS, SPLIT_ITEMS, PromptTile, PromptWork
+from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.select_token import SAMPLING_WORDS
+from dakrun.units import ceil_div
+
+DRAFT, ACCEPT = "draft_tokens.cu", "accept_drafts.cu"
+
+
+class SlotDrafts(NamedTuple):
+    """What a slot may draft: SlotDrafts of native/slot_drafts.cuh.
+
+    `end`: positions in the KV cache at the request's end, at most. `room`: positions with KV
+    blocks. `most`: drafted tokens.
+    """
+
+    end: int
+    room: int
+    most: int
+    unused: int = 0
+
+
+class Outcome(NamedTuple):
+    """Of a row in a step: its new tokens, its drafts, and the match from which these came."""
+
+    accepted: int
+    drafted: int
+    match: int
+
+    @classmethod
+    def of(cls, entry: int) -> "Outcome":
+        """The outcome in an entry of the log."""
+        return cls(entry & 0xFF, entry >> 8 & 0xFF, entry >> 16)
+
+
+class _DraftArgs(ctypes.Structure):
+    _fields_ = (
+        *operands.pointers("lengths", "slots", "text", "limits", "by_match", "sampling", "tables"),
+        *operands.pointers("tokens", "positions", "token_slots", "matches", "places", "tiles"),
+        *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
+        *operands.ints("text_size", "table_blocks", "width", "max_splits", "split_blocks"),
+        *operands.ints("kv_heads", "group", "parts"),
+    )
+
+
+class _AcceptArgs(ctypes.Structure):
+    _fields_ = (
+        *operands.pointers("chosen", "tokens", "positions", "matches", "slots", "limits"),
+        *operands.pointers("row_tokens", "lengths", "text", "newest", "cached", "log"),
+        *operands.ints("rows", "width", "text_size", "depth"),
+    )
+
+
+@dataclass(frozen=True)
+class SlotTexts:
+    """What the device knows of the requests in slots.
+
+    `text`, int32 [slots, positions], has their tokens by position, the newest included; `newest`
+    int32 [slots]; `cached`, int32 [slots], their cached positions; `limits`, int32 [slots, 4], are
+    SlotDrafts. `by_match`, int32 [LONGEST_MATCH + 1], has the most tokens to draft by the length of
+    a match. `log`, int32 [slots, depth] in page-locked memory, gets the Outcome of each row of a
+    step that began at position p as entry p % depth.
+    """
+
+    text: torch.Tensor
+    newest: torch.Tensor
+    cached: torch.Tensor
+    limits: torch.Tensor
+    by_match: torch.Tensor
+    log: torch.Tensor
+
+    @classmethod
+    def empty(cls, newest: torch.Tensor, positions: int, depth: int) -> "SlotTexts":
+        """For slots of `positions` positions, the newest tokens of which are `newest`."""
+        slots, device = len(newest), newest.device
+        return cls(
+            torch.zeros(slots, positions + 1, dtype=torch.int32, device=device),
+            newest,
+            torch.zeros(slots, dtype=torch.int32, device=device),
+            torch.zeros(slots, len(SlotDrafts._fields), dtype=torch.int32, device=device),
+            torch.zeros(LONGEST_MATCH + 1, dtype=torch.int32, device=device),
+            torch.zeros(slots, depth, dtype=torch.int32, pin_memory=newest.is_cuda),
+        )
+
+
+class DraftBuffers:
+    """The tokens of up to `rows` rows of a step, `width` of each: the newest one and its drafts.
+
+    `tokens`, `positions` (-1 of those that are not used) and `slots` are int32 [rows * width],
+    `matches` int32 [rows], `places` int64 [rows * width, 3] as store_kv() takes them.
+    """
+
+    def __init__(
+        self, rows: int, width: int, shape: KVShape, group: int, device: torch.device
+    ) -> None:
+        integers = torch.zeros(3, rows * width, dtype=torch.int32, device=device)
+        self.tokens, self.positions, self.slots = integers
+        self.matches = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.places = torch.zeros(rows * width, 3, dtype=torch.int64, device=device)
+        self.width, self.shape, self.group = width, shape, group
+        self.splits = max(1, SPLIT_ITEMS // (rows * shape.kv_heads))
+        self.splits = max(1, min(self.splits, shape.blocks // SPLIT_BLOCKS))
+        # Rows of partial results, of each head; none of tiles with a single range.
+        partials = rows * self.splits * width * group * shape.kv_heads if self.splits > 1 else 0
+        self._tiles = torch.zeros(
+            rows * self.splits, len(PromptTile._fields), dtype=torch.int32, device=device
+        )
+        self._partials = torch.empty(
+            partials * (shape.head_dim + ATTENTION_PARTIAL_EXTRA), device=device
+        )
+        self._arrivals = torch.zeros(
+            rows * shape.kv_heads * WARPGROUPS, dtype=torch.int32, device=device
+        )
+        self._counts = torch.arange(rows + 1, dtype=torch.int32, device=device) * self.splits
+
+    def work(self, rows: int) -> PromptWork:
+        """The work of prompt attention of the first `rows` rows."""
+        return PromptWork(
+            self._tiles, self._counts[rows : rows + 1], self._partials, self._arrivals,
+            self.shape.kv_heads, self.group, rows=rows * self.width, slots=1,
+            positions=self.shape.blocks * KV_BLOCK,
+        )  # fmt: skip
+
+    def draft(
+        self,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        texts: SlotTexts,
+        sampling: torch.Tensor,
+        tables: BlockTables,
+    ) -> None:
+        """Draft tokens of rows of `slots`, int32 [n], with `lengths` cached positions.
+
+        A row whose length is negative, or at its slot's end, gets no token. `sampling` is int32
+        [slots, SAMPLING_WORDS]: rows with a TokenMask or adjustments get no drafts.
+        Raises ValueError if an operand has the wrong shape, dtype or device.
+        """
+        n, count = len(lengths), len(texts.text)
+        operands.check_operands(
+            lengths.device,
+            {
+                "lengths": (lengths, (n,), torch.int32),
+                "slots": (slots, (n,), torch.int32),
+                "text": (texts.text, (count, texts.text.shape[1]), torch.int32),
+                "limits": (texts.limits, (count, len(SlotDrafts._fields)), torch.int32),
+                "by_match": (texts.by_match, (LONGEST_MATCH + 1,), torch.int32),
+                "sampling": (sampling, (count, SAMPLING_WORDS), torch.int32),
+                "tables": (tables.addresses, (count, tables.addresses.shape[1]), torch.int64),
+            },
+        )
+        operands.check_gpu(lengths.device)
+        args = _DraftArgs(
+            lengths=lengths.data_ptr(),
+            slots=slots.data_ptr(),
+            text=texts.text.data_ptr(),
+            limits=texts.limits.data_ptr(),
+            by_match=texts.by_match.data_ptr(),
+            sampling=sampling.data_ptr(),
+            tables=tables.addresses.data_ptr(),
+            tokens=self.tokens.data_ptr(),
+            positions=self.positions.data_ptr(),
+            token_slots=self.slots.data_ptr(),
+            matches=self.matches.data_ptr(),
+            places=self.places.data_ptr(),
+            tiles=self._tiles.data_ptr(),
+            layer_bytes=tables.layer_bytes,
+            head_bytes=tables.head_bytes,
+            row_bytes=self.shape.layout.row_bytes,
+            text_size=texts.text.shape[1],
+            table_blocks=tables.addresses.shape[1],
+            width=self.width,
+            max_splits=self.splits,
+            split_blocks=SPLIT_BLOCKS,
+            kv_heads=self.shape.kv_heads,
+            group=self.group,
+            parts=WARPGROUPS,
+        )
+        jit.kernel(DRAFT, "draft_tokens", {}).launch(n, DRAFT_THREADS, args)
+
+
+def accept_drafts(
+    chosen: torch.Tensor,
+    positions: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    texts: SlotTexts,
+    drafts: DraftBuffers | None = None,
+) -> None:
+    """Keep the `chosen` tokens, int32 [n * width], of a step's rows as far as drafts foresaw them.
+
+    `positions`, int32 [n * width], are those of the chosen tokens, 0 or less where there is none.
+    `rows` are the tokens, lengths and slots of the rows, int32 [n]: tokens and lengths are replaced
+    by the newest ones, lengths of requests at their ends by -1. Without `drafts` the width is 1.
+    Raises ValueError if an operand has the wrong shape, dtype or device.
+    """
+    tokens, lengths, slots = rows
+    n, width = len(slots), 1 if drafts is None else drafts.width
+    operands.check_operands(
+        slots.device,
+        {
+            "chosen": (chosen, (n * width,), torch.int32),
+            "positions": (positions, (n * width,), torch.int32),
+            "tokens": (tokens, (n,), torch.int32),
+            "lengths": (lengths, (n,), torch.int32),
+            "slots": (slots, (n,), torch.int32),
+        },
+    )
+    operands.check_gpu(slots.device)
+    args = _AcceptArgs(
+        chosen=chosen.data_ptr(),
+        tokens=0 if drafts is None else drafts.tokens.data_ptr(),
+        positions=positions.data_ptr(),
+        matches=0 if drafts is None else drafts.matches.data_ptr(),
+        slots=slots.data_ptr(),
+        limits=texts.limits.data_ptr(),
+        row_tokens=tokens.data_ptr(),
+        lengths=lengths.data_ptr(),
+        text=texts.text.data_ptr(),
+        newest=texts.newest.data_ptr(),
+        cached=texts.cached.data_ptr(),
+        log=texts.log.data_ptr(),
+        rows=n,
+        width=width,
+        text_size=texts.text.shape[1],
+        depth=texts.log.shape[1],
+    )
+    kernel = jit.kernel(ACCEPT, "accept_drafts", {})
+    kernel.launch(ceil_div(n, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)

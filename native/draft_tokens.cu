@@ -1,0 +1,122 @@
+// Drafts of the rows of a step, from each row's own text; and what the step's other kernels need to
+// compute several tokens of a row: positions, places of keys and values, tiles of queries.
+//
+//   for each row, one CTA:
+//     each thread: the longest match of the text's end with what precedes its places in the text
+//     reduce over the CTA by (length of the match, last place)
+//     drafts = what followed there; as many as the match, the slot and its KV blocks allow
+//     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
+//     write its tiles: `max_splits` ranges of KV blocks, empty ones where there is nothing to do
+//
+// dakrun/drafts/suffix.py says which match counts.
+
+#include "cta_reduce.cuh"
+#include "geometry.cuh"
+#include "prompt_tile.cuh"
+#include "sampling_words.cuh"
+#include "slot_drafts.cuh"
+#include "store_place.cuh"
+
+constexpr int kThreads = DRAFT_THREADS;
+constexpr int kLongest = LONGEST_MATCH;
+
+struct DraftTokensArgs {
+  const int* lengths;         // [rows], negative in rows without a request
+  const int* slots;           // [rows]
+  const int* text;            // [slots][text_size]: tokens by position
+  const SlotDrafts* limits;   // [slots]
+  const int* by_match;        // [kLongest + 1]: drafted tokens at most, by the match's length
+  const Sampling* sampling;   // [slots]
+  const uint64_t* tables;     // [slots][table_blocks]: addresses of KV blocks
+  int* tokens;                // [rows][width]
+  int* positions;             // [rows][width]
+  int* token_slots;           // [rows][width]
+  int* matches;               // [rows]: the match's length; -1 in rows without a request
+  KVPlace* places;            // [rows][width]
+  PromptTile* tiles;          // [rows][max_splits]
+  int64_t layer_bytes, head_bytes, row_bytes;
+  int text_size, table_blocks;
+  int width;  // tokens of a row: its newest one, and drafts
+  int max_splits, split_blocks;
+  int kv_heads, group, parts;
+};
+
+// Length of the match of the text's end, [.., newest], with what precedes `place`.
+__device__ __forceinline__ int match_length(const int* text, const int* end, int place) {
+  const int most = min(place, kLongest);
+  int length = 0;
+  while (length < most && text[place - 1 - length] == end[length]) length++;
+  return length;
+}
+
+__device__ __forceinline__ void write_tile(const DraftTokensArgs& args, int row, int split,
+                                           int slot, int start, int queries) {
+  PromptTile tile = {};
+  tile.splits = 1;
+  const int blocks = queries > 0 ? (start + queries - 1) / kKvBlock + 1 : 0;
+  const int splits = max(1, min(blocks / args.split_blocks, args.max_splits));
+  if (split < splits && queries > 0) {
+    tile.row = row * args.width, tile.queries = queries;
+    tile.position = start, tile.length = start + queries;
+    tile.slot = slot;
+    tile.first_block = split * blocks / splits;
+    tile.blocks = (split + 1) * blocks / splits - tile.first_block;
+    tile.split = split, tile.splits = splits;
+    tile.partial = row * args.max_splits * args.width * args.group;
+    tile.arrivals = row * args.kv_heads * args.parts;
+  }
+  args.tiles[row * args.max_splits + split] = tile;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    draft_tokens(const __grid_constant__ DraftTokensArgs args) {
+  __shared__ uint64_t parts[kMaxWarps];
+  __shared__ int end[kLongest];  // the newest token first
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const int row = blockIdx.x, slot = args.slots[row], start = args.lengths[row];
+  const SlotDrafts limits = args.limits[slot];
+  const bool idle = start < 0 || start >= limits.end;
+  const int* const text = args.text + static_cast<int64_t>(slot) * args.text_size;
+  if (!idle && threadIdx.x < kLongest)
+    end[threadIdx.x] = text[max(0, start - static_cast<int>(threadIdx.x))];
+  __syncthreads();
+  uint64_t best = 0;
+  if (!idle) {
+#pragma unroll 1
+    for (int place = 1 + threadIdx.x; place <= start; place += kThreads) {
+      const uint64_t length = match_length(text, end, place);
+      if (length > 0) best = max(best, length << 32 | place);
+    }
+  }
+  best = reduce_cta(best, parts, [](uint64_t a, uint64_t b) { return max(a, b); });
+  const int match = static_cast<int>(best >> 32), place = static_cast<int>(best);
+  int drafts = 0;
+  if (!idle && match > 0) {
+    // Each mask and each penalty follows from the token before, which only a step may tell.
+    const Sampling& own = args.sampling[slot];
+    const bool waits = own.mask != nullptr || own.adjustments != nullptr;
+    drafts = waits ? 0 : min(args.by_match[match], limits.most);
+    drafts = max(0, min(min(drafts, args.width - 1), min(limits.room, limits.end) - 1 - start));
+  }
+  for (int i = threadIdx.x; i < args.width; i += kThreads) {
+    const int number = row * args.width + i, position = start + i;
+    const bool used = !idle && i <= drafts;
+    int token = 0;
+    if (used) token = i == 0 ? text[start] : text[place + (i - 1) % (start + 1 - place)];
+    args.tokens[number] = token;
+    args.positions[number] = used ? position : -1;
+    args.token_slots[number] = slot;
+    KVPlace at = {};
+    if (used) {
+      const uint64_t block =
+          args.tables[static_cast<int64_t>(slot) * args.table_blocks + position / kKvBlock];
+      at.key = reinterpret_cast<uint8_t*>(block) + position % kKvBlock * args.row_bytes;
+      at.layer_bytes = args.layer_bytes, at.head_bytes = args.head_bytes;
+    }
+    args.places[number] = at;
+  }
+  for (int split = threadIdx.x; split < args.max_splits; split += kThreads)
+    write_tile(args, row, split, slot, start, idle ? 0 : 1 + drafts);
+  if (threadIdx.x == 0) args.matches[row] = idle ? -1 : match;
+}
