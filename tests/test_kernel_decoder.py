@@ -33,8 +33,10 @@ from dakrun.engine import (
     staged_bytes,
     tier_accesses,
 )
+from dakrun.engine.adjustments import History
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.step import Sampling
+from dakrun.engine.verify_step import VerifyStep
 from dakrun.geometry import NO_TOKEN
 from dakrun.hardware import Card, load_profile
 from dakrun.kernels import variants
@@ -372,3 +374,80 @@ def test_logits_of_nan_are_logged(
         after = [step(given[:1], length) for length in range(2)]
         assert all(a == b == wanted for (a, b), (wanted, _) in zip(after, first, strict=True))
         assert all(NO_TOKEN not in tokens for tokens in after)
+
+
+def begun(path: Path, prompts: list[list[int]]) -> tuple[DecodeStep, KVCache, list[Sampling]]:
+    """Rows of two slots behind their prompts, whose first new tokens are chosen."""
+    backend, cache, rows = model_of(path, 2)
+    shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
+    room = torch.empty(ROOM, dtype=torch.uint8)
+    prefill = Prefill(backend.with_buffers(None, 128 + 2, logits=False), cache, shape, room, 128)
+    for slot, prompt in enumerate(prompts):
+        assert cache.reserve(slot, len(prompt) + NEW)
+    cache.flush()
+    found, _ = prefill.logits([Row(i, 0, length=len(p), tokens=p) for i, p in enumerate(prompts)])
+    slots = torch.arange(2, dtype=torch.int32)
+    lengths = torch.tensor([len(p) - 1 for p in prompts], dtype=torch.int32)
+    rows.prepare([cache.counts])
+    rows.slots.copy_(slots)
+    rows.tokens.copy_(rows.first_tokens(found, slots, lengths))
+    rows.lengths.copy_(lengths)
+    samplings = [Sampling(history=History(prompt, []), limit=NEW) for prompt in prompts]
+    return rows, cache, samplings
+
+
+NEW = 9  # tokens of a request
+
+
+def test_steps_with_drafts_choose_what_steps_without_choose(
+    model: tuple[Path, PreTrainedModel],
+) -> None:
+    """Over the border of a KV block, in two tiers; drafts are right, wrong, or none."""
+    path, _ = model
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (60, 21)]
+    rows, cache, _ = begun(path, prompts)
+    wanted = [[int(token)] for token in rows.newest]
+    for _ in range(NEW - 1):
+        rows.run(cache.counts)
+        for own, token in zip(wanted, rows.tokens.tolist(), strict=True):
+            own.append(token)
+
+    rows, cache, samplings = begun(path, prompts)
+    made = VerifyStep(rows, cache, rows._shape, [cache.counts], 3)
+    assert made.width == 4 and made.buckets == {cache.counts}
+    ends = [
+        Row(i, 0, one, length=len(p), tokens=p)
+        for i, (p, one) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    made.begin(ends, chosen=True)
+    made.accepted(Step([], ends), [[1], [1]])
+    # A text in which the first slot's answer is foretold, up to a wrong token; drafts come from it.
+    foretold = [prompts[0][-1], *wanted[0]]
+    foretold[6] = (foretold[6] + 1) % 203
+    made._texts.text[0, : NEW + 1] = torch.tensor(foretold)
+    tokens, steps, drafted = [own[:1] for own in wanted], 0, list[int]()
+    while min(map(len, tokens)) < NEW:
+        steps += 1
+        assert steps < 2 * NEW
+        decode = [
+            Row(i, len(p) + len(new) - 1, one, length=4)
+            for i, (p, new, one) in enumerate(zip(prompts, tokens, samplings, strict=True))
+            if len(new) < NEW
+        ]
+        made.limit(decode)
+        if steps == 1:
+            made.place(2)
+        if steps == 2:
+            rows.run(cache.counts)  # a step without drafts
+            made.keep(2)
+        else:
+            made.run(2)
+        found = made.accepted(Step(decode), [()] * len(decode))
+        drafted += found.drafted
+        for row, new in zip(decode, found.tokens, strict=True):
+            tokens[row.slot] += new
+            samplings[row.slot].history.tokens[:] = tokens[row.slot]  # type: ignore[index]
+    assert tokens == wanted
+    assert max(drafted) == 3 and sum(map(len, tokens)) > len(drafted) + 2
+    assert rows.lengths.tolist() == [decode_step.IDLE] * 2 and steps <= NEW - 1

@@ -1,13 +1,15 @@
 """Steps on the project's kernels: CUDA graphs of decode rows, one graph for each batch bucket.
 
-A step with parts of prompts is launched op by op. Knows rows and slots. decode_step.py has the
-launches of a decode step, prefill.py those of prompts.
+A step with parts of prompts is launched op by op; steps with drafts have graphs of their own. Knows
+rows and slots. decode_step.py has the launches of a decode step, verify_step.py those of a step
+with drafts, prefill.py those of prompts.
 """
 
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from dakrun.engine.mask_writer import MaskWriter
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.runner import Chosen
 from dakrun.engine.step import Accepted, Row, Step
-from dakrun.errors import CannotRun
+from dakrun.engine.verify_step import VerifyStep
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import adjustments, sampling_words, without_options
 from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
@@ -89,7 +91,9 @@ class GraphRunner:
         self.cache, self._positions = cache, shape.blocks * KV_BLOCK
         self._layer_bytes = shape.layer_bytes  # of a KV block
         self._filled = False  # whether the staging ring holds the next step's first matrices
-        self._buckets = buckets(cache.counts)
+        self._buckets, self._shape = buckets(cache.counts), shape
+        self._verify: VerifyStep | None = None
+        self._verifying: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self._mapped: list[int] = []  # the slot, or IDLE, of each row of the last bucket
         self._steps: deque[_Launched] = deque()
         self._masks = MaskWriter(step.log, step.backend.model.config.vocab_size, self.ahead)
@@ -110,12 +114,19 @@ class GraphRunner:
         ]
         return {"buckets": buckets, "replay_gap_s": gaps}
 
+    @torch.inference_mode()
     def draft(self, most: int) -> None:
-        """Raise CannotRun: steps on the kernels carry no drafts."""
-        raise CannotRun(
-            f"the GPU's kernels cannot run steps with {most} drafted tokens a row",
-            hint="use --speculate off",
-        )
+        """Capture steps of rows with up to `most` drafts, of the buckets that are small enough."""
+        made = VerifyStep(self._decode, self.cache, self._shape, self._buckets, most)
+        self._decode.lengths.fill_(IDLE)
+        self._mapped = []
+        self._fill()
+        for bucket in reversed(self._buckets):
+            if bucket in made.buckets:
+                run = partial(made.run, sum(bucket))
+                run()  # compiles its kernels; all rows are idle
+                self._verifying[bucket] = capture(run, self._pool)
+        self._filled, self._verify = False, made
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -124,7 +135,11 @@ class GraphRunner:
         rows, prompts = step
         if self.expert_use is not None:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
+        verify = self._verify
+        if verify and rows:
+            verify.limit(rows)
         bucket = self._assign(rows) if rows else ()
+        width = 1
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         ended = [row for row in prompts if row.wanted]
         chosen = scores = None
@@ -134,8 +149,19 @@ class GraphRunner:
             if not rows:
                 self._mapped = []  # slots may get other requests before they have rows again
             logits, tokens, hidden = self._pass(bucket, prompts, ended)
+            if verify:
+                if rows:
+                    verify.keep(sum(bucket))
+                verify.begin(ended, chosen=True)
             if any(row.scored for row in prompts):
                 scores = self._prefill.scores(step, hidden)
+        elif verify and bucket in verify.buckets and any(row.length > 1 for row in rows):
+            if not self._filled:
+                self._fill()
+            start.record()
+            self._verifying[bucket].replay()
+            logits, tokens, width = verify.backend.logits, verify.chosen, verify.width
+            self._count_replay(bucket, len(rows))
         else:
             if not self._filled:
                 self._fill()
@@ -144,12 +170,15 @@ class GraphRunner:
                 self._capture_cascade(bucket)
             (self._cascades if self._decode.cascades else self.graphs)[bucket].replay()
             logits, tokens = self._backend.logits, self._decode.tokens
-            self.replays.count[sum(bucket)] += 1
-            self.replays.padding[sum(bucket)] += sum(bucket) - len(rows)
+            self._count_replay(bucket, len(rows))
         if any(row.sampling.params.logprobs is not None for row in step.choosing):
-            places = [self._mapped.index(row.slot) for row in rows]
+            firsts = [self._mapped.index(row.slot) * width for row in rows]
+            places = [first + i for first in firsts for i in range(width)]
             at = self._on_gpu([*places, *range(sum(bucket), sum(bucket) + len(ended))])
-            chosen = Chosen(logits[at], step, tokens[at])
+            counts = [width] * len(rows) + [1] * len(ended)
+            chosen = Chosen(logits[at], step, tokens[at], counts)
+        if verify and rows and width == 1 and not prompts:
+            verify.keep(sum(bucket))
         end.record()
         self._steps.append(_Launched(step, start, end, chosen, scores))
 
@@ -160,6 +189,8 @@ class GraphRunner:
         (token,) = row.tokens
         self._decode.newest[row.slot].fill_(token)
         self._mapped = []  # the slot's row may be another request's
+        if self._verify:
+            self._verify.begin([row], chosen=False)
 
     @torch.inference_mode()
     def collect(self) -> Accepted:
@@ -176,10 +207,19 @@ class GraphRunner:
         self._last = launched
         logprobs = launched.chosen.collect().logprobs if launched.chosen else ()
         scores = launched.scores.collect() if launched.scores else ()
-        tokens = self._decode.logged(launched.step)
+        tokens, drafted = self._decode.logged(launched.step), list[int]()
+        if self._verify:
+            accepted = self._verify.accepted(launched.step, tokens)
+            tokens, drafted = accepted.tokens, list(accepted.drafted)
+            own = zip(logprobs, tokens, strict=False)
+            logprobs = [likeliest[: len(new)] for likeliest, new in own]
         slots = (row.slot for row in launched.step.rows)
         self._masks.release_failed(zip(slots, tokens, strict=True))
-        return Accepted(tokens, logprobs, scores)
+        return Accepted(tokens, logprobs, scores, drafted)
+
+    def _count_replay(self, bucket: Bucket, rows: int) -> None:
+        self.replays.count[sum(bucket)] += 1
+        self.replays.padding[sum(bucket)] += sum(bucket) - rows
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
@@ -325,6 +365,8 @@ class GraphRunner:
         if mapped != self._mapped:
             lengths = [positions.get(slot, IDLE) for slot in mapped]
             self._decode.assign([max(slot, 0) for slot in mapped], lengths, groups)
+            if self._verify:
+                self._verify.place(len(mapped))
             self._mapped = mapped
         return bucket
 

@@ -1,0 +1,177 @@
+"""Steps of a GPU whose rows carry drafts: what is launched, and what the host knows of them.
+
+A step computes `width` tokens of a row: its newest one and its drafts, which a kernel finds in the
+row's own text. Kernels accept them too, so steps still run ahead of the CPU. Steps without drafts
+keep the same books. Knows rows and slots, neither graphs nor requests.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from dakrun.drafts import DraftLengths
+from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.step import Accepted, Row, Sampling, Step
+from dakrun.geometry import KV_BLOCK, WARPGROUPS
+from dakrun.kernels import select_token, store_kv
+from dakrun.kernels.attention import KVShape, prompt_attn
+from dakrun.kernels.attention.prompt import part_queries
+from dakrun.kernels.draft_tokens import (
+    DraftBuffers,
+    Outcome,
+    SlotDrafts,
+    SlotTexts,
+    accept_drafts,
+)
+from dakrun.memory.device import upload
+from dakrun.models.modules import Attention
+
+VERIFIED_TOKENS = 512  # of a step with drafts at most: beyond, products wait for arithmetic
+
+
+class VerifyStep:
+    """Buffers and launches of steps with up to `most` drafts a row, over the slots of `step`."""
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        cache: KVCache,
+        shape: KVShape,
+        buckets: Sequence[Bucket],
+        most: int,
+    ) -> None:
+        """`buckets` are those of steps; the ones in self.buckets are small enough for drafts."""
+        config, device = step.backend.model.config, step.backend.like.device
+        group = config.num_heads // config.num_kv_heads
+        self.width = 1 + min(most, WARPGROUPS * part_queries(group) - 1)
+        fit = [bucket for bucket in buckets if sum(bucket) * self.width <= VERIFIED_TOKENS]
+        self.buckets = frozenset(fit)
+        self.lengths = DraftLengths(cache.slots, self.width - 1)
+        self._step, self._cache, self._shape = step, cache, shape
+        self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS)
+        self._known: dict[int, tuple[Sampling, int]] = {}  # and the cached positions, by slot
+        self._limits: dict[int, SlotDrafts] = {}
+        self._by_match: list[int] = []
+        rows = max(map(sum, fit), default=0)
+        if rows:
+            tokens = rows * self.width
+            self.backend = step.backend.with_buffers(step.backend.staging, tokens)
+            self._buffers = DraftBuffers(rows, self.width, shape, group, device)
+            self._heads = step.backend.like.new_zeros(tokens, config.q_size)
+            self.chosen = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+    def run(self, n: int) -> None:
+        """Launch a step of the first n rows, with drafts."""
+        step, drafts, tokens = self._step, self._buffers, n * self.width
+        drafts.draft(
+            step.lengths[:n], step.slots[:n], self._texts, step.sampling, self._cache.tables
+        )
+        ids, positions = drafts.tokens[:tokens], drafts.positions[:tokens]
+        self.backend.model.forward(self.backend, partial(self._attend, n), ids, positions)
+        select_token(
+            self.backend.logits[:tokens], self.chosen[:tokens], positions, drafts.slots[:tokens],
+            step.log, step.sampling, pdl=True,
+        )  # fmt: skip
+        accept_drafts(self.chosen[:tokens], positions, self._rows(n), self._texts, drafts)
+
+    def keep(self, n: int) -> None:
+        """Keep the books of a step of the first n rows that had no drafts."""
+        rows = tokens, lengths, _ = self._rows(n)
+        accept_drafts(tokens, lengths, rows, self._texts)
+
+    def begin(self, rows: Sequence[Row], *, chosen: bool) -> None:
+        """Take the texts of requests up to the ends of `rows`, whose tokens are all known.
+
+        Where a step has `chosen` the token behind, it is the newest; else the row's last token is.
+        """
+        texts = self._texts
+        for row in rows:
+            known = row.sampling.history.last(row.last + 1)
+            own = upload(torch.tensor(known, dtype=torch.int32), texts.text.device)
+            texts.text[row.slot, : len(known)].copy_(own)
+            if chosen:
+                texts.text[row.slot, row.last + 1].copy_(texts.newest[row.slot])
+            cached = row.last + chosen
+            texts.cached[row.slot].fill_(cached)
+            self.lengths.begin(row.slot)
+            if not chosen:
+                self._known[row.slot] = row.sampling, cached
+
+    def limit(self, rows: Sequence[Row]) -> None:
+        """Say how far the requests of decode `rows` may go, where this has changed."""
+        changed = dict[int, SlotDrafts]()
+        for row in rows:
+            history, slot = row.sampling.history, row.slot
+            end = len(history.prompt) + max(1, row.sampling.limit) - 1
+            own = SlotDrafts(end, self._cache.room(slot), self.lengths.by_slot[slot])
+            if self._limits.get(slot) != own:
+                changed[slot] = own
+        device = self._texts.limits.device
+        if changed:
+            self._limits |= changed
+            slots = upload(torch.tensor(list(changed)), device)
+            limits = torch.tensor(list(changed.values()), dtype=torch.int32)
+            self._texts.limits[slots] = upload(limits, device)
+        if self._by_match != self.lengths.by_match:
+            self._by_match = list(self.lengths.by_match)
+            made = torch.tensor(self._by_match, dtype=torch.int32)
+            self._texts.by_match.copy_(upload(made, device))
+
+    def place(self, n: int) -> None:
+        """Let the first n rows go on where their slots are, which only the device may know."""
+        lengths, slots = self._step.lengths[:n], self._step.slots[:n]
+        cached, ends = self._texts.cached[slots], self._texts.limits[slots, 0]
+        lengths.copy_(cached.where((lengths >= 0) & (cached < ends), IDLE))
+
+    def accepted(self, step: Step, chosen: Sequence[Sequence[int]]) -> Accepted:
+        """What a step has accepted, once it has ended.
+
+        `chosen` has the tokens behind the prompts' parts, of which decode rows have none.
+        """
+        count = len(step.decode)
+        outcomes = [self._outcome(row) for row in step.decode]
+        tokens: list[Sequence[int]] = []
+        for row, (start, outcome) in zip(step.decode, outcomes, strict=True):
+            log = self._step.log[row.slot]
+            places = (torch.arange(start, start + outcome.accepted) % LOG_STEPS).tolist()
+            tokens.append([int(log[place]) for place in places])
+            if outcome.accepted:
+                self._known[row.slot] = row.sampling, start + outcome.accepted
+        self.lengths.learn(
+            [row.slot for row in step.decode],
+            [outcome.match for _, outcome in outcomes],
+            [outcome.drafted for _, outcome in outcomes],
+            [max(0, outcome.accepted - 1) for _, outcome in outcomes],
+        )
+        for row in step.prompts:
+            if row.wanted:
+                self._known[row.slot] = row.sampling, row.last + 1
+        drafted = [outcome.drafted for _, outcome in outcomes]
+        return Accepted([*tokens, *chosen[count:]], drafted=drafted)
+
+    def _outcome(self, row: Row) -> tuple[int, Outcome]:
+        """Where a decode row began, and its outcome; it is empty if the request had ended."""
+        sampling, start = self._known.get(row.slot, (None, 0))
+        end = len(row.sampling.history.prompt) + max(1, row.sampling.limit) - 1
+        if sampling is not row.sampling or start >= end:
+            return start, Outcome(0, 0, 0)
+        return start, Outcome.of(int(self._texts.log[row.slot, start % LOG_STEPS]))
+
+    def _rows(self, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._step.tokens[:n], self._step.lengths[:n], self._step.slots[:n]
+
+    def _attend(self, n: int, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        """Heads [n * width, Hq * D] of a fused projection; keys and values are stored."""
+        drafts, layer, heads = self._buffers, attention.layer, self._heads[: len(qkv)]
+        self.backend.normalize_heads(attention, qkv)
+        q, _, _ = attention.split(qkv)
+        joined = qkv.view(len(qkv), -1, attention.head_dim)
+        store_kv(
+            joined, drafts.positions[: len(qkv)], drafts.places[: len(qkv)], layer,
+            kv_heads=attention.kv_heads, rotations=self.backend.rotations,
+        )  # fmt: skip
+        return prompt_attn(
+            q, self._cache.tables, drafts.work(n), heads, scale=attention.scale, layer=layer
+        )
