@@ -91,6 +91,7 @@ def make_report(
             "decode_steps": steps,
             "mean_batch": stats.step_rows / steps if steps else None,
         },
+        "drafts": _drafts(stats),
         "ttft_s": _spread(stats.ttft_s),
         "tpot_s": _spread(stats.tpot_s),
         "decode_step_s": _spread(stats.step_s),
@@ -155,6 +156,29 @@ def _experts(plan: Plan, use: ExpertUse | None) -> dict[str, Any] | None:
         "measured_per_step": use and use.read_per_step(),
         "predicted_local_read_share": found["local_read_share"],
         "measured_local_read_share": use and use.local_share(plan),
+    }
+
+
+def _drafts(stats: EngineStats) -> dict[str, Any] | None:
+    """Drafts of rows in decode steps, and those accepted; None if steps had none.
+
+    `by_length` has, for each number of tokens drafted for a row, the rows and the tokens accepted
+    in one of them.
+    """
+    if not (rows := sum(stats.drafts.values())):
+        return None
+    accepted = sum(stats.accepted_drafts.values())
+    return {
+        "tokens_per_step_and_row": (rows + accepted) / rows,
+        "rows_with_drafts": (rows - stats.drafts[0]) / rows,
+        "drafted_tokens": sum(length * count for length, count in stats.drafts.items()),
+        "accepted_tokens": accepted,
+        "lost_s": stats.draft_lost_s,
+        "by_length": [
+            {"tokens": n, "rows": count, "accepted_per_row": stats.accepted_drafts[n] / count}
+            for n, count in sorted(stats.drafts.items())
+            if n
+        ],
     }
 
 

@@ -12,6 +12,7 @@ from dakrun.drafts import (
     continuation,
     longest_match,
 )
+from dakrun.engine import DraftChoice
 from dakrun.errors import UsageError
 from dakrun.geometry import LONGEST_MATCH
 
@@ -139,3 +140,38 @@ def test_the_index_has_a_fixed_size() -> None:
         index.extend(range(64), random.integers(0, 50_000, (64, 9)).tolist())
         index.propose(range(64), 4)
     assert before == size() < 17 << 20
+
+
+def run_of(tokens: float, longer: float, steps: int = 4000) -> tuple[float, float]:
+    """Seconds of `steps` tokens a row under "auto", and without drafts, which take `longer` steps.
+
+    A row of a step with drafts gets `tokens` on average.
+    """
+    choice, random = DraftChoice(Speculation.of("auto")), np.random.default_rng(1)
+    done = spent = 0.0
+    while done < steps:
+        drafts = choice.next(8)
+        count = max(1.0, random.normal(tokens, 0.2)) if drafts else 1.0
+        seconds = random.normal(longer if drafts else 1.0, 0.02)
+        choice.record(8, drafts, seconds, round(8 * count))
+        done, spent = done + round(8 * count) / 8, spent + seconds
+    return spent, done
+
+
+@pytest.mark.parametrize(("tokens", "longer"), [(1.0, 3.0), (1.0, 1.02), (2.5, 4.0), (1.3, 1.4)])
+def test_useless_drafts_cost_little(tokens: float, longer: float) -> None:
+    spent, plain = run_of(tokens, longer)
+    assert spent < 1.02 * plain
+
+
+@pytest.mark.parametrize(("tokens", "longer"), [(3.0, 1.05), (2.0, 1.5)])
+def test_drafts_that_save_time_are_found(tokens: float, longer: float) -> None:
+    spent, plain = run_of(tokens, longer)
+    assert spent < 1.1 * plain * longer / tokens
+
+
+def test_other_choices_are_not_measured() -> None:
+    for text, most in (("off", 0), ("suffix:3", 3)):
+        choice = DraftChoice(Speculation.of(text))
+        choice.record(8, most, 9.0, 8)
+        assert choice.next(8) == choice.next(1) == most

@@ -1,10 +1,10 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
 engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
-keeps requests that gave theirs up, prompt_queue.py cuts prompts into parts, results.py makes
-results. unfinished.py collects the choices of a row, and has the requests to begin again after an
-error. offline.py has the calls of the Python API that complete prompts, rows_bar.py their progress
-bar in the terminal.
+keeps requests that gave theirs up, prompt_queue.py cuts prompts into parts, draft_choice.py says
+which steps carry drafts, results.py makes results. unfinished.py collects the choices of a row, and
+has the requests to begin again after an error. offline.py has the calls of the Python API that
+complete prompts, rows_bar.py their progress bar in the terminal.
 
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
@@ -29,6 +29,7 @@ from dakrun.engine.build import (
     tier_accesses,
 )
 from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order, fitting
+from dakrun.engine.draft_choice import DraftChoice
 from dakrun.engine.engine import Engine
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
@@ -48,6 +49,7 @@ __all__ = [
     "Accepted",
     "Admission",
     "DecodeStep",
+    "DraftChoice",
     "Engine",
     "EngineStats",
     "GraphRunner",

@@ -18,6 +18,7 @@ from dakrun.drafts import OFF, Speculation
 from dakrun.engine.adjustments import History
 from dakrun.engine.admission import Admission
 from dakrun.engine.answers import guidance_of, has_form
+from dakrun.engine.draft_choice import DraftChoice
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
@@ -36,11 +37,12 @@ Reason = Literal["stop", "length", "error"]  # why a request ends
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step launched at time `start`, and the requests of its rows."""
+    """A step launched at time `start`, with room for `drafts` a row; the requests of its rows."""
 
     start: float
     step: Step
     requests: Sequence[RequestState]
+    drafts: int
 
 
 class _Source:
@@ -75,9 +77,9 @@ class Engine:
         speculation: Speculation = OFF,
     ) -> None:
         self.runner, self.plan = runner, plan
-        self._most_drafts = speculation.most
-        if self._most_drafts:
-            runner.draft(self._most_drafts)
+        self._drafts = DraftChoice(speculation)
+        if speculation.most:
+            runner.draft(speculation.most)
         self.stats, self.prompts_first = EngineStats(), False
         self._tokenizer, self._grammars = tokenizer, grammars
         self._max_len = plan.workload.max_model_len
@@ -233,7 +235,7 @@ class Engine:
         """
         if len(self._steps) >= self.runner.ahead:
             return False
-        drafts = self._most_drafts
+        drafts = self._drafts.next(len(self._running))
         decoding, parts = self._next_rows(drafts, none_now=none_now)
         if not (decoding or parts):
             return False
@@ -245,6 +247,7 @@ class Engine:
             time.perf_counter(),
             Step(decode, [row for _, row in parts]),
             [*decoding, *(r for r, _ in parts)],
+            drafts,
         )
         self.runner.launch(launched.step)
         self._steps.append(launched)
@@ -353,13 +356,17 @@ class Engine:
             stats.mixed_steps += bool(launched.step.decode)
         else:
             stats.step_s.append(seconds)
-        if self._most_drafts:
-            self._count_drafts(launched, accepted)
+        if self._drafts.most:
+            self._count_drafts(launched, accepted, seconds)
         return self._record(launched.requests, accepted, now)
 
-    def _count_drafts(self, launched: _Launched, accepted: Accepted) -> None:
+    def _count_drafts(self, launched: _Launched, accepted: Accepted, seconds: float) -> None:
         """Correct the positions of rows by their accepted drafts, and add these to the totals."""
-        rows = zip(launched.requests, launched.step.decode, accepted.tokens, strict=False)
+        decode, prompts = launched.step
+        if not prompts:
+            count = sum(map(len, accepted.tokens))
+            self._drafts.record(len(decode), launched.drafts, seconds, count)
+        rows = zip(launched.requests, decode, accepted.tokens, strict=False)
         for r, row, tokens in rows:
             r.cached += len(tokens) - 1
             r.drafted -= row.length - 1
@@ -367,6 +374,7 @@ class Engine:
             if tokens:
                 self.stats.drafts[count] += 1
                 self.stats.accepted_drafts[count] += len(tokens) - 1
+        self.stats.draft_lost_s = self._drafts.lost_s
 
     def _record(
         self, requests: Sequence[RequestState], accepted: Accepted, now: float

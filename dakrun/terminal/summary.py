@@ -60,7 +60,7 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             _tokens(requests) + _valid(requests) + _capped(requests["capped"], report["plan"]),
         ),
         ("time", _times(times)),
-        ("throughput", _throughput(report) + _share(report)),
+        ("throughput", _throughput(report) + _share(report) + _drafts(report)),
     ]
 
 
@@ -167,6 +167,12 @@ def _share(report: Mapping[str, Any]) -> str:
     predicted = times.get("predicted_s")
     before = f" (predicted {predicted:.1f} s)" if predicted else ""
     return f"{text}{before}, {share:.0%} of the limit ({times['bound_s']:.1f} s)"
+
+
+def _drafts(report: Mapping[str, Any]) -> str:
+    """Tokens of a row and step; empty without drafts."""
+    drafts = report.get("drafts")
+    return f"; {drafts['tokens_per_step_and_row']:.2f} tokens a step and row" if drafts else ""
 
 
 def _shared(count: int) -> str:
