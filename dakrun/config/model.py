@@ -291,13 +291,15 @@ class Workload:
     """The requests to plan for. Lengths are in tokens.
 
     Up to `batch_size` requests decode together, each of up to `max_model_len` positions of the KV
-    cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion.
+    cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion. Steps
+    carry up to `drafts` drafted tokens a request.
     """
 
     batch_size: int
     prompt_len: int
     new_tokens: int
     max_model_len: int
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "prompt_len", "new_tokens", "max_model_len"):

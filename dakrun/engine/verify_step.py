@@ -27,8 +27,7 @@ from dakrun.kernels.draft_tokens import (
 )
 from dakrun.memory.device import upload
 from dakrun.models.modules import Attention
-
-VERIFIED_TOKENS = 512  # of a step with drafts at most: beyond, products wait for arithmetic
+from dakrun.plan import VERIFIED_TOKENS
 
 
 class VerifyStep:

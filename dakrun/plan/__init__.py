@@ -10,6 +10,7 @@ from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.ops import (
     PREFILL_CHUNK_TOKENS,
     RESERVE_BYTES,
+    VERIFIED_TOKENS,
     Op,
     attention_op,
     decode_ops,
@@ -42,6 +43,7 @@ __all__ = [
     "RESERVE_BYTES",
     "RING_GROUPS",
     "STAGED_TOGETHER",
+    "VERIFIED_TOKENS",
     "ExpectedRun",
     "Links",
     "Op",

@@ -289,6 +289,9 @@ def vector_bytes(model: ModelConfig) -> int:
     return sum(math.prod(one.shape) * (4 if one.wide else size) for one in vectors)
 
 
+VERIFIED_TOKENS = 512  # of a step with drafts, at most
+
+
 def activation_bytes(
     model: ModelConfig, workload: Workload, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> int:
@@ -324,7 +327,19 @@ def activation_bytes(
         )
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
-    return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables)
+    verified = verified_tokens(workload) * (width + vocabulary) * size
+    verified += 4 * workload.batch_size * workload.max_model_len * bool(verified)  # texts
+    return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables) + verified
+
+
+def verified_tokens(workload: Workload) -> int:
+    """Tokens of the largest step with drafts; 0 if there are none.
+
+    Larger batches decode without drafts until they are small enough: beyond VERIFIED_TOKENS,
+    products wait for arithmetic and not for memory.
+    """
+    width = 1 + workload.drafts
+    return min(VERIFIED_TOKENS // width, workload.batch_size) * width if workload.drafts else 0
 
 
 def adjustment_bytes(max_model_len: int, vocabulary: int) -> int:

@@ -170,6 +170,7 @@ class RunOptions:
             prompt_len=prompt_len or max(1, (length - new_tokens) // 2),
             new_tokens=new_tokens,
             max_model_len=length,
+            drafts=self.speculation.most,
         )
 
 

@@ -1,0 +1,171 @@
+"""Steps with drafts on the GPU's kernels, against steps without and against float32."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import kernel_models, save_half
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from dakrun import StructuredOutputsParams
+from dakrun.config import SamplingParams
+from dakrun.demo import MODEL
+from dakrun.engine import Admission, GraphRunner
+from dakrun.llm import LLM
+from dakrun.plan import Policy
+from dakrun.requests import Completion, Request
+
+pytestmark = pytest.mark.gpu
+VOCAB, NEW = 5003, 96
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 1024, "num_hidden_layers": 3,
+    "max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = kernel_models(
+    COMMON, std=0.04,
+    opt={"num_attention_heads": 16, "ffn_dim": 4096},
+    opt_350m={"num_attention_heads": 16, "ffn_dim": 1024, "word_embed_proj_dim": 512},
+    llama_gqa={"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2816},
+    llama_tied={"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 2048},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    """A checkpoint in float16, and the same in float32 on the GPU."""
+    path = save_half(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
+    return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
+
+
+def load(path: Path, speculate: str, batch_size: int = 16, **policy: object) -> LLM:
+    return LLM(
+        path, device="cuda", batch_size=batch_size, max_model_len=320, expected_tokens=NEW,
+        speculate=speculate, policy=Policy(**policy),
+    )  # fmt: skip
+
+
+def repeating(count: int) -> list[list[int]]:
+    """Prompts of 1 to 150 tokens; some repeat themselves, and some begin alike."""
+    generator = torch.Generator().manual_seed(1)
+
+    def some(n: int) -> list[int]:
+        return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+
+    common, lengths = some(70), torch.randint(1, 80, (count,), generator=generator).tolist()
+    return [
+        some(n) if i % 3 == 0 else common + some(n) if i % 3 == 1 else (some(7) * 20)[: n + 20]
+        for i, n in enumerate(lengths)
+    ]
+
+
+def near_ties(
+    model: PreTrainedModel, prompts: Sequence[list[int]], found: Sequence[tuple[Completion, ...]]
+) -> tuple[int, float]:
+    """How many results of the same prompt differ, and by how much their logits do at most.
+
+    At the first token that differs, in standard deviations of the logits in float32.
+    """
+    differ, worst = 0, 0.0
+    for prompt, (one, other) in zip(prompts, found, strict=True):
+        pairs = zip(one.token_ids, other.token_ids, strict=True)
+        first = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        if first is None:
+            continue
+        differ += 1
+        ids = torch.tensor([[*prompt, *one.token_ids[:first]]], device="cuda")
+        with torch.no_grad():
+            logits = model(ids).logits[0, -1].float()
+        gap = logits[one.token_ids[first]] - logits[other.token_ids[first]]
+        worst = max(worst, float(gap.abs() / logits.std()))
+    return differ, worst
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+@pytest.mark.parametrize("speculate", ["suffix:3", "suffix:7"])
+def test_drafts_change_tokens_only_at_near_ties(
+    model: tuple[Path, PreTrainedModel], speculate: str, ratio: float
+) -> None:
+    path, reference = model
+    given, params = repeating(48), SamplingParams(max_tokens=NEW, ignore_eos=True)
+    results = []
+    for choice in ("off", speculate):
+        with load(path, choice, offload_ratio=ratio, kv_offload_ratio=ratio) as llm:
+            assert isinstance(llm.engine.runner, GraphRunner)
+            results.append(llm.generate(given, params))
+            stats, cache = llm.engine.stats, llm.engine.runner.cache
+            free = [cache.free(tier) for tier in range(len(cache.blocks))]
+            assert free == list(cache.blocks), "all blocks are back"
+    differ, worst = near_ties(reference, given, list(zip(*results, strict=True)))
+    assert differ <= 0.01 * NEW * len(given) and worst <= 0.03
+    accepted, rows = sum(stats.accepted_drafts.values()), sum(stats.drafts.values())
+    assert accepted > 0.1 * rows, "random models soon repeat themselves"
+
+
+def test_few_blocks_and_other_options(
+    model: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests give their blocks up; samples, penalties, log-probabilities, stops of all lengths.
+
+    Rows with penalties have no drafts. Results have the right lengths and log-probabilities.
+    """
+    path, reference = model
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.8, "top_k": 50}, {"logprobs": 2}, {"repetition_penalty": 1.3},
+    ]  # fmt: skip
+    given = repeating(60)
+    requests = [
+        Request(
+            id=str(i), line=i + 1, prompt_ids=tuple(ids),
+            params=SamplingParams(max_tokens=1 + 37 * i % 150, ignore_eos=True, **kinds[i % 4]),
+        )
+        for i, ids in enumerate(given)
+    ]  # fmt: skip
+    results: list[dict[str, Completion]] = []
+    for choice in ("off", "suffix:5"):
+        with LLM(
+            path, device="cuda", batch_size=16, max_model_len=320, expected_prompt=20,
+            expected_tokens=20, speculate=choice,
+            policy=Policy(offload_ratio=0.2, kv_offload_ratio=0.25),
+        ) as llm:  # fmt: skip
+            found = {one.id: one for one in llm.stream(requests)}
+            assert llm.engine.stats.preempted
+        for request in requests:
+            one = found[request.id]
+            assert isinstance(one, Completion) and len(one.token_ids) == request.params.max_tokens
+            if one.logprobs is not None:
+                assert [a.chosen.token_id for a in one.logprobs] == list(one.token_ids)
+        results.append(found)  # type: ignore[arg-type]
+    greedy = range(0, 60, 4)
+    pairs = [tuple(found[str(i)] for found in results) for i in greedy]
+    _, worst = near_ties(reference, [given[i] for i in greedy], pairs)
+    assert worst <= 0.03
+    equal = sum(results[0][r.id].token_ids == results[1][r.id].token_ids for r in requests)
+    assert equal >= 0.8 * len(requests)
+
+
+@pytest.mark.parametrize("speculate", ["suffix:7", "auto"])
+def test_answers_with_a_form_and_stops(speculate: str) -> None:
+    """The demo's model: stop strings, a grammar, the end of a sequence; equal to steps without."""
+    form = StructuredOutputsParams(regex="(one ){3}")
+    params = [
+        SamplingParams(max_tokens=40, stop="\n"),
+        SamplingParams(
+            max_tokens=40, structured_outputs=StructuredOutputsParams(regex="(one ){3}")
+        ),
+        SamplingParams(max_tokens=40, temperature=0.9, seed=3),
+    ] * 12
+    prompts = [f"{word} plus {other} equals" for word in WORDS for other in WORDS]
+    found = []
+    for choice in ("off", speculate):
+        with LLM(MODEL, device="cuda", batch_size=8, speculate=choice) as llm:
+            found.append([one.token_ids for one in llm.generate(prompts, params)])
+    equal = sum(one == other for one, other in zip(*found, strict=True))
+    assert equal >= len(prompts) - 1, "at most one near tie"
+
+
+WORDS = ("one", "two", "seven", "ten", "twelve", "thirty")
