@@ -154,9 +154,7 @@ def test_answers_with_a_form_and_stops(speculate: str) -> None:
     form = StructuredOutputsParams(regex="(one ){3}")
     params = [
         SamplingParams(max_tokens=40, stop="\n"),
-        SamplingParams(
-            max_tokens=40, structured_outputs=StructuredOutputsParams(regex="(one ){3}")
-        ),
+        SamplingParams(max_tokens=40, structured_outputs=form),
         SamplingParams(max_tokens=40, temperature=0.9, seed=3),
     ] * 12
     prompts = [f"{word} plus {other} equals" for word in WORDS for other in WORDS]
