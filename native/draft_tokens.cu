@@ -1,10 +1,10 @@
-// Drafts of the rows of a step, from each row's own text; and what the step's other kernels need to
+// Drafts of the rows of a step, from each row's own text or from the host's proposals; and what the step's other kernels need to
 // compute several tokens of a row: positions, places of keys and values, tiles of queries.
 //
 //   for each row, one CTA:
 //     each thread: the longest match of the text's end with what precedes its places in the text
 //     reduce over the CTA by (length of the match, last place)
-//     drafts = what followed there; as many as the match, the slot and its KV blocks allow
+//     drafts = what followed there, or what the host has proposed by a longer match; as many as the match, the slot and its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
 //     write its tiles: `max_splits` ranges of KV blocks, empty ones where there is nothing to do
 //
@@ -26,6 +26,9 @@ struct DraftTokensArgs {
   const int* text;            // [slots][text_size]: tokens by position
   const SlotDrafts* limits;   // [slots]
   const int* by_match;        // [kLongest + 1]: drafted tokens at most, by the match's length
+  // [slots][proposal_size]: tokens that may follow the newest one at a position, from the host:
+  // that position, the length of their match, then the tokens, negative from their end on.
+  const int* proposals;
   const Sampling* sampling;   // [slots]
   const uint64_t* tables;     // [slots][table_blocks]: addresses of KV blocks
   int* tokens;                // [rows][width]
@@ -35,7 +38,7 @@ struct DraftTokensArgs {
   KVPlace* places;            // [rows][width]
   PromptTile* tiles;          // [rows][max_splits]
   int64_t layer_bytes, head_bytes, row_bytes;
-  int text_size, table_blocks;
+  int text_size, table_blocks, proposal_size;
   int width;  // tokens of a row: its newest one, and drafts
   int max_splits, split_blocks;
   int kv_heads, group, parts;
@@ -47,6 +50,18 @@ __device__ __forceinline__ int match_length(const int* text, const int* end, int
   int length = 0;
   while (length < most && text[place - 1 - length] == end[length]) length++;
   return length;
+}
+
+// What a slot's proposal says about the tokens behind `start`: null if the text has gone another way
+// since, or past its end.
+__device__ __forceinline__ const int* proposed(const int* proposal, int size, const int* text,
+                                               int start) {
+  const int passed = start - proposal[0];
+  if (passed < 0 || passed >= size - 2) return nullptr;
+  const int* const tokens = proposal + 2;
+  for (int i = 0; i < passed; i++)
+    if (text[proposal[0] + 1 + i] != tokens[i]) return nullptr;
+  return tokens[passed] >= 0 ? tokens + passed : nullptr;
 }
 
 __device__ __forceinline__ void write_tile(const DraftTokensArgs& args, int row, int split,
@@ -90,20 +105,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
   best = reduce_cta(best, parts, [](uint64_t a, uint64_t b) { return max(a, b); });
-  const int match = static_cast<int>(best >> 32), place = static_cast<int>(best);
-  int drafts = 0;
+  int match = static_cast<int>(best >> 32);
+  const int place = static_cast<int>(best);
+  const int* const proposal = args.proposals + static_cast<int64_t>(slot) * args.proposal_size;
+  const int* others = nullptr;  // drafts that are not from the row's own text
+  int drafts = 0, known = args.width - 1;
+  if (!idle && proposal[1] > match) {
+    others = proposed(proposal, args.proposal_size, text, start);
+    if (others != nullptr) {
+      const int left = static_cast<int>(proposal + args.proposal_size - others);
+      match = proposal[1], known = 0;
+      while (known < min(args.width - 1, left) && others[known] >= 0) known++;
+    }
+  }
   if (!idle && match > 0) {
     // Each mask and each penalty follows from the token before, which only a step may tell.
     const Sampling& own = args.sampling[slot];
     const bool waits = own.mask != nullptr || own.adjustments != nullptr;
     drafts = waits ? 0 : min(args.by_match[match], limits.most);
-    drafts = max(0, min(min(drafts, args.width - 1), min(limits.room, limits.end) - 1 - start));
+    drafts = max(0, min(min(drafts, known), min(limits.room, limits.end) - 1 - start));
   }
   for (int i = threadIdx.x; i < args.width; i += kThreads) {
     const int number = row * args.width + i, position = start + i;
     const bool used = !idle && i <= drafts;
     int token = 0;
-    if (used) token = i == 0 ? text[start] : text[place + (i - 1) % (start + 1 - place)];
+    if (used && i == 0) {
+      token = text[start];
+    } else if (used) {
+      token = others ? others[i - 1] : text[place + (i - 1) % (start + 1 - place)];
+    }
     args.tokens[number] = token;
     args.positions[number] = used ? position : -1;
     args.token_slots[number] = slot;

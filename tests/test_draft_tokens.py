@@ -28,7 +28,7 @@ class Case:
     def __init__(self, device: str, width: int, rows: int = 7, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
         newest = torch.zeros(SLOTS, dtype=torch.int32, device=device)
-        self.texts = SlotTexts.empty(newest, POSITIONS, depth=64)
+        self.texts = SlotTexts.empty(newest, POSITIONS, depth=64, proposed=12)
         self.starts = [*random.integers(0, POSITIONS - 40, SLOTS - 2), 0, 1]
         self.tokens, limits = [], []
         for slot, start in enumerate(self.starts):
@@ -112,12 +112,51 @@ def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_dev
     assert all(tile == [0] * 8 + [1, 0, 0, 0] for tile in tiles if not tile[1])
 
 
+@pytest.mark.parametrize(("passed", "known"), [(0, 7), (3, 7), (5, 6), (11, 3), (12, 12)])
+def test_proposals_count_while_the_text_follows_them(
+    passed: int, known: int, kernel_device: str
+) -> None:
+    """They were made `passed` tokens before the newest one, and have `known` tokens, or 12."""
+    case = Case(kernel_device, 6)
+    row = next(i for i, slot in enumerate(case.slots) if i > 1 and case.starts[slot] > 40)
+    slot, start = case.slots[row], int(case.starts[case.slots[row]])
+    case.texts.limits[slot] = torch.tensor([start + 90, start + 90, 7, 0], dtype=torch.int32)
+    at = start - passed
+    tokens = [*case.tokens[slot][at + 1 : start + 1].tolist(), *range(900, 912)][:12]
+    tokens[known:] = [-1] * (12 - known)
+    for wrong in (False, True):
+        if wrong:
+            tokens[0] += 1
+        for match, counts in ((LONGEST_MATCH, True), (1, False)):
+            made = torch.tensor([at, match, *tokens], dtype=torch.int32)
+            case.texts.proposals[slot] = made
+            found = case.buffers
+            found.draft(case.lengths, case.rows, case.texts, case.sampling, case.tables)
+            mine = found.tokens[row * 6 : row * 6 + 6].tolist()
+            used = int((found.positions[row * 6 : row * 6 + 6] >= 0).sum())
+            right = tokens[passed : max(passed, known)][:5]
+            follows = not (wrong and passed) and passed < known
+            if slot == case.guided:
+                assert used == 1
+            elif counts and follows:
+                assert mine[1:used] == right and found.matches[row] == LONGEST_MATCH
+            else:
+                assert mine[:used] == own_drafts(case, row, used) and found.matches[row] < 32
+
+
+def own_drafts(case: Case, row: int, count: int) -> list[int]:
+    """The newest token of a row, and the first tokens that its own text proposes."""
+    text = case.tokens[case.slots[row]]
+    _, place = longest_match(text)
+    return [int(text[-1]), *continuation(text, place, count - 1)]
+
+
 def test_long_texts_of_few_rows_are_divided(kernel_device: str) -> None:
     """Ranges of KV blocks that follow each other, up to the block of the last query."""
     shape, device = KVShape(1, 64, 64 * KV_BLOCK), torch.device(kernel_device)
     buffers = DraftBuffers(2, 3, shape, 2, device)
     newest = torch.zeros(2, dtype=torch.int32, device=device)
-    texts = SlotTexts.empty(newest, 64 * KV_BLOCK, 64)
+    texts = SlotTexts.empty(newest, 64 * KV_BLOCK, 64, 4)
     texts.limits.fill_(64 * KV_BLOCK)
     texts.by_match.fill_(2)
     lengths = torch.tensor([49 * KV_BLOCK - 1, 20 * KV_BLOCK], dtype=torch.int32, device=device)

@@ -1,16 +1,18 @@
 """Steps of a GPU whose rows carry drafts: what is launched, and what the host knows of them.
 
-A step computes `width` tokens of a row: its newest one and its drafts, which a kernel finds in the
-row's own text. Kernels accept them too, so steps still run ahead of the CPU. Steps without drafts
-keep the same books. Knows rows and slots, neither graphs nor requests.
+A step computes `width` tokens of a row: its newest one and its drafts. A kernel finds these in the
+row's own text, or takes those that the host has proposed from the answers of the run so far.
+Kernels accept them too, so steps run ahead of the CPU. Steps without drafts keep the same books.
+Knows rows and slots, neither graphs nor requests.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
-from dakrun.drafts import DraftLengths
+from dakrun.drafts import DraftLengths, FileIndex
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.step import Accepted, Row, Sampling, Step
@@ -28,6 +30,8 @@ from dakrun.kernels.draft_tokens import (
 from dakrun.memory.device import upload
 from dakrun.models.modules import Attention
 from dakrun.plan import VERIFIED_TOKENS
+
+PROPOSED_STEPS = 2  # whose tokens the host proposes: one is in flight before these can be used
 
 
 class VerifyStep:
@@ -49,7 +53,11 @@ class VerifyStep:
         self.buckets = frozenset(fit)
         self.lengths = DraftLengths(cache.slots, self.width - 1)
         self._step, self._cache, self._shape = step, cache, shape
-        self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS)
+        proposed = PROPOSED_STEPS * self.width
+        self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, proposed)
+        self._index = FileIndex(cache.slots)
+        self._proposals: np.ndarray | None = None  # of slots, each behind its slot's number
+        self._tokens, self._outcomes = step.log.numpy(), self._texts.log.numpy()
         self._known: dict[int, tuple[Sampling, int]] = {}  # and the cached positions, by slot
         self._limits: dict[int, SlotDrafts] = {}
         self._by_match: list[int] = []
@@ -95,6 +103,7 @@ class VerifyStep:
             cached = row.last + chosen
             texts.cached[row.slot].fill_(cached)
             self.lengths.begin(row.slot)
+            self._index.begin(row.slot, known)
             if not chosen:
                 self._known[row.slot] = row.sampling, cached
 
@@ -117,6 +126,10 @@ class VerifyStep:
             self._by_match = list(self.lengths.by_match)
             made = torch.tensor(self._by_match, dtype=torch.int32)
             self._texts.by_match.copy_(upload(made, device))
+        if self._proposals is not None:
+            made = upload(torch.from_numpy(self._proposals), device)
+            self._texts.proposals[made[:, 0]] = made[:, 1:]
+            self._proposals = None
 
     def place(self, n: int) -> None:
         """Let the first n rows go on where their slots are, which only the device may know."""
@@ -133,9 +146,8 @@ class VerifyStep:
         outcomes = [self._outcome(row) for row in step.decode]
         tokens: list[Sequence[int]] = []
         for row, (start, outcome) in zip(step.decode, outcomes, strict=True):
-            log = self._step.log[row.slot]
-            places = (torch.arange(start, start + outcome.accepted) % LOG_STEPS).tolist()
-            tokens.append([int(log[place]) for place in places])
+            log, places = self._tokens[row.slot], range(start, start + outcome.accepted)
+            tokens.append([int(log[place % LOG_STEPS]) for place in places])
             if outcome.accepted:
                 self._known[row.slot] = row.sampling, start + outcome.accepted
         self.lengths.learn(
@@ -147,8 +159,24 @@ class VerifyStep:
         for row in step.prompts:
             if row.wanted:
                 self._known[row.slot] = row.sampling, row.last + 1
-        drafted = [outcome.drafted for _, outcome in outcomes]
-        return Accepted([*tokens, *chosen[count:]], drafted=drafted)
+        tokens += chosen[count:]
+        self._propose(step.rows, tokens)
+        return Accepted(tokens, drafted=[outcome.drafted for _, outcome in outcomes])
+
+    def _propose(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
+        """Add the rows' new `tokens` to the index of all answers, and propose what may follow."""
+        pairs = zip(rows, tokens, strict=True)
+        new = {row.slot: own for row, own in pairs if own and min(own) >= 0}
+        if not new:
+            return
+        slots = list(new)
+        self._index.extend(slots, list(new.values()))
+        matches, found = self._index.propose(slots, PROPOSED_STEPS * self.width)
+        known = np.flatnonzero(matches)
+        if len(known):
+            at = [self._known[slots[number]][1] for number in known]
+            made = (np.array(slots)[known], at, matches[known], *found[known].T)
+            self._proposals = np.stack(made, axis=1).astype(np.int32)
 
     def _outcome(self, row: Row) -> tuple[int, Outcome]:
         """Where a decode row began, and its outcome; it is empty if the request had ended."""
@@ -156,7 +184,7 @@ class VerifyStep:
         end = len(row.sampling.history.prompt) + max(1, row.sampling.limit) - 1
         if sampling is not row.sampling or start >= end:
             return start, Outcome(0, 0, 0)
-        return start, Outcome.of(int(self._texts.log[row.slot, start % LOG_STEPS]))
+        return start, Outcome.of(int(self._outcomes[row.slot, start % LOG_STEPS]))
 
     def _rows(self, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._step.tokens[:n], self._step.lengths[:n], self._step.slots[:n]

@@ -55,10 +55,13 @@ class Outcome(NamedTuple):
 
 class _DraftArgs(ctypes.Structure):
     _fields_ = (
-        *operands.pointers("lengths", "slots", "text", "limits", "by_match", "sampling", "tables"),
+        *operands.pointers("lengths", "slots", "text", "limits", "by_match", "proposals"),
+        *operands.pointers("sampling", "tables"),
         *operands.pointers("tokens", "positions", "token_slots", "matches", "places", "tiles"),
         *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
-        *operands.ints("text_size", "table_blocks", "width", "max_splits", "split_blocks"),
+        *operands.ints(
+            "text_size", "table_blocks", "proposal_size", "width", "max_splits", "split_blocks"
+        ),
         *operands.ints("kv_heads", "group", "parts"),
     )
 
@@ -78,8 +81,10 @@ class SlotTexts:
     `text`, int32 [slots, positions], has their tokens by position, the newest included; `newest`
     int32 [slots]; `cached`, int32 [slots], their cached positions; `limits`, int32 [slots, 4], are
     SlotDrafts. `by_match`, int32 [LONGEST_MATCH + 1], has the most tokens to draft by the length of
-    a match. `log`, int32 [slots, depth] in page-locked memory, gets the Outcome of each row of a
-    step that began at position p as entry p % depth.
+    a match. `proposals`, int32 [slots, 2 + n], may have tokens that follow the newest one at a
+    position: that position, the length of their match, then the tokens, negative from their end on;
+    they count as long as the text goes on as they say. `log`, int32 [slots, depth] in page-locked
+    memory, gets the Outcome of each row of a step that began at position p as entry p % depth.
     """
 
     text: torch.Tensor
@@ -87,11 +92,15 @@ class SlotTexts:
     cached: torch.Tensor
     limits: torch.Tensor
     by_match: torch.Tensor
+    proposals: torch.Tensor
     log: torch.Tensor
 
     @classmethod
-    def empty(cls, newest: torch.Tensor, positions: int, depth: int) -> "SlotTexts":
-        """For slots of `positions` positions, the newest tokens of which are `newest`."""
+    def empty(cls, newest: torch.Tensor, positions: int, depth: int, proposed: int) -> "SlotTexts":
+        """For slots of `positions` positions, the newest tokens of which are `newest`.
+
+        With room for `proposed` proposed tokens of a slot.
+        """
         slots, device = len(newest), newest.device
         return cls(
             torch.zeros(slots, positions + 1, dtype=torch.int32, device=device),
@@ -99,6 +108,7 @@ class SlotTexts:
             torch.zeros(slots, dtype=torch.int32, device=device),
             torch.zeros(slots, len(SlotDrafts._fields), dtype=torch.int32, device=device),
             torch.zeros(LONGEST_MATCH + 1, dtype=torch.int32, device=device),
+            torch.zeros(slots, 2 + proposed, dtype=torch.int32, device=device),
             torch.zeros(slots, depth, dtype=torch.int32, pin_memory=newest.is_cuda),
         )
 
@@ -164,6 +174,7 @@ class DraftBuffers:
                 "text": (texts.text, (count, texts.text.shape[1]), torch.int32),
                 "limits": (texts.limits, (count, len(SlotDrafts._fields)), torch.int32),
                 "by_match": (texts.by_match, (LONGEST_MATCH + 1,), torch.int32),
+                "proposals": (texts.proposals, (count, texts.proposals.shape[1]), torch.int32),
                 "sampling": (sampling, (count, SAMPLING_WORDS), torch.int32),
                 "tables": (tables.addresses, (count, tables.addresses.shape[1]), torch.int64),
             },
@@ -175,6 +186,7 @@ class DraftBuffers:
             text=texts.text.data_ptr(),
             limits=texts.limits.data_ptr(),
             by_match=texts.by_match.data_ptr(),
+            proposals=texts.proposals.data_ptr(),
             sampling=sampling.data_ptr(),
             tables=tables.addresses.data_ptr(),
             tokens=self.tokens.data_ptr(),
@@ -188,6 +200,7 @@ class DraftBuffers:
             row_bytes=self.shape.layout.row_bytes,
             text_size=texts.text.shape[1],
             table_blocks=tables.addresses.shape[1],
+            proposal_size=texts.proposals.shape[1],
             width=self.width,
             max_splits=self.splits,
             split_blocks=SPLIT_BLOCKS,
