@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dakrun.config import Popularity, SamplingParams, Workload
+from dakrun.config import ModelConfig, Popularity, SamplingParams, Workload
 from dakrun.engine import (
     SPLITK_ROWS,
     DecodeStep,
@@ -46,7 +46,7 @@ from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import CopyStream, copy
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import decoder_of, read_model_config
-from dakrun.plan import Policy, kv_positions, make_plan
+from dakrun.plan import Plan, Policy, kv_positions, make_plan
 from dakrun.weights import Checkpoint, Packing, load, tier_capacities
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -102,24 +102,32 @@ def model(
     return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def model_of(
-    path: Path, batch: int, card: Card = CARD
-) -> tuple[KernelBackend, KVCache, DecodeStep]:
-    """Parts of weights and slots in two tiers, which in some models the same CTAs read.
-
-    Experts are stacked in another order than that of their numbers.
-    """
+def config_of(path: Path) -> ModelConfig:
+    """Experts are stacked in another order than that of their numbers."""
     config = read_model_config(path)
-    if config.mixture:
-        counts = [tuple(range(config.mixture.routing.experts))] * config.num_layers
-        found = Popularity(tuple(counts[len(config.mixture.dense_layers) :]), "counted")
-        config = replace(config, mixture=replace(config.mixture, popularity=found))
+    if not config.mixture:
+        return config
+    counts = [tuple(range(config.mixture.routing.experts))] * config.num_layers
+    found = Popularity(tuple(counts[len(config.mixture.dense_layers) :]), "counted")
+    return replace(config, mixture=replace(config.mixture, popularity=found))
+
+
+def plan_of(path: Path, batch: int) -> Plan:
+    """Parts of weights and slots are in two tiers."""
     work = Workload(batch_size=batch, prompt_len=16, new_tokens=8, max_model_len=100)
     policy = Policy(
         hbm_budget=2**30, host_budget=2**30, offload_ratio=0.3, kv_offload_ratio=0.5,
         transport="direct",
     )  # fmt: skip
-    plan = make_plan(config, work, load_profile("h200-pcie5"), policy)
+    return make_plan(config_of(path), work, load_profile("h200-pcie5"), policy)
+
+
+def model_of(
+    path: Path, batch: int, card: Card = CARD
+) -> tuple[KernelBackend, KVCache, DecodeStep]:
+    """Parts of weights and slots in two tiers, which in some models the same CTAs read."""
+    config, plan = config_of(path), plan_of(path, batch)
+    work = plan.workload
     tiers = allocate_tiers(tier_capacities(plan, packed=True), CPU)
     accesses = tier_accesses(plan, card)
     if path.name.startswith(MIXED):

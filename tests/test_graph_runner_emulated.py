@@ -1,0 +1,120 @@
+"""The GPU's runner on the CPU: its launches are emulated, and graphs repeat them one by one.
+
+Whole runs of the engine with steps that run ahead, with drafts and without.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import cases
+from test_kernel_decoder import COMMON, CPU, ROOM, launched, model_of, plan_of
+from tiny_models import kernel_models, save_half
+
+from dakrun.config import SamplingParams
+from dakrun.drafts import OFF, Speculation
+from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner
+from dakrun.kernels.attention import KVShape
+from dakrun.requests import Completion, Request
+
+__all__ = ["launched"]  # a fixture that all tests use
+CONFIGS = kernel_models(
+    COMMON, std=0.1,
+    opt={"num_attention_heads": 2, "ffn_dim": 264},
+    opt_350m={"num_attention_heads": 2, "ffn_dim": 200, "word_embed_proj_dim": 64},
+    llama_gqa={"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 264},
+    llama_tied={"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 200},
+)  # fmt: skip
+
+
+class Graph:
+    """Launches in place of a graph of them."""
+
+    def __init__(self, launches: Callable[[], object], *_: object, **__: object) -> None:
+        self.replay = launches
+
+
+class Event:
+    """A point of a stream in which all is done at once."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: "Event") -> float:
+        return 0.0
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runner, "capture", Graph)
+    monkeypatch.setattr(graph_runner, "edge_kinds", lambda _: (1000, 0))
+    monkeypatch.setattr(graph_runner, "graph_edges", lambda _: [])
+    monkeypatch.setattr(graph_runner, "programmatic_lead", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+def engine_of(path: Path, speculation: Speculation, batch: int = 3) -> Engine:
+    backend, cache, step = model_of(path, batch)
+    config = backend.model.config
+    shape = KVShape(config.num_kv_heads, config.head_dim, 128)
+    room = torch.empty(ROOM, dtype=torch.uint8, device=CPU)
+    prefill = Prefill(
+        backend.with_buffers(None, 128 + batch, logits=False), cache, shape, room, 128
+    )
+    runner = GraphRunner(step, prefill, cache, shape)
+    return Engine(runner, plan_of(path, batch), None, speculation=speculation)
+
+
+def requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    kinds: Sequence[dict[str, Any]] = ({}, {"logprobs": 1}, {"temperature": 0.8})
+    repeated = torch.randint(3, 203, (6,), generator=generator).tolist() * 10
+    lengths = (58, 9, 21, 3, 60)
+    return [
+        Request(
+            id=str(i), line=i + 1,
+            prompt_ids=tuple(repeated[:n] if i % 2 == 0 else range(9 + i, 9 + i + n)),
+            params=SamplingParams(max_tokens=9 + 3 * i, ignore_eos=True, **kinds[i % 3]),
+        )
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def run(engine: Engine) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for one in engine.generate(requests()):
+        assert isinstance(one, Completion), one
+        found[one.id] = one.token_ids
+        if one.logprobs is not None:
+            assert [given.chosen.token_id for given in one.logprobs] == list(one.token_ids)
+    cache = engine.runner.cache
+    assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
+    return found
+
+
+@pytest.mark.parametrize("name", cases([(name,) for name in CONFIGS], lambda name: "gqa" in name))
+@pytest.mark.parametrize("few", [False, True])
+def test_results_are_those_without_drafts(
+    name: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too `few` KV blocks requests give theirs up, and go on later."""
+    path = save_half(CONFIGS[name], tmp_path / name)
+    wanted = run(engine_of(path, OFF))
+    if few:
+        monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    engine = engine_of(path, Speculation("suffix", 3))
+    for _ in range(2):
+        assert run(engine) == wanted
+    stats = engine.stats
+    assert stats.preempted or not few
+    assert sum(stats.accepted_drafts.values()) > 10, "the second run repeats the first"
