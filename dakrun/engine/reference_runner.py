@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dakrun.engine.expert_moves import ExpertMoves
-from dakrun.engine.expert_use import ExpertUse
 from dakrun.drafts import Drafter
 from dakrun.engine.acceptance import accept
+from dakrun.engine.expert_moves import ExpertMoves
+from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache, RowLayout
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.runner import Chosen
