@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
+from dakrun.config import MAX_DRAFT, Speculation
 from dakrun.drafts import (
-    MAX_DRAFT,
     Drafter,
     DraftLengths,
     FileIndex,
-    Speculation,
     continuation,
     longest_match,
 )

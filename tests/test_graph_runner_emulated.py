@@ -13,10 +13,10 @@ from cases import cases
 from test_kernel_decoder import COMMON, CPU, ROOM, launched, model_of, plan_of
 from tiny_models import kernel_models, save_half
 
-from dakrun.config import SamplingParams
-from dakrun.drafts import OFF, Speculation
+from dakrun.config import OFF, SamplingParams, Speculation
 from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner
 from dakrun.kernels.attention import KVShape
+from dakrun.plan import Plan
 from dakrun.requests import Completion, Request
 
 __all__ = ["launched"]  # a fixture that all tests use
@@ -79,7 +79,7 @@ def requests() -> list[Request]:
     generator = torch.Generator().manual_seed(3)
     kinds: Sequence[dict[str, Any]] = ({}, {"logprobs": 1}, {"temperature": 0.8})
     repeated = torch.randint(3, 203, (6,), generator=generator).tolist() * 10
-    lengths = (58, 9, 21, 3, 60)
+    lengths = (58, 57, 50, 60, 59)
     return [
         Request(
             id=str(i), line=i + 1,
@@ -112,6 +112,9 @@ def test_results_are_those_without_drafts(
     wanted = run(engine_of(path, OFF))
     if few:
         monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+        placed = plan_of(path, 3).kv_placement()
+        fewer = [(tier, slots, max(2, slots)) for tier, slots, _ in placed]
+        monkeypatch.setattr(Plan, "kv_placement", lambda _: fewer)
     engine = engine_of(path, Speculation("suffix", 3))
     for _ in range(2):
         assert run(engine) == wanted

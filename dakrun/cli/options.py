@@ -140,7 +140,7 @@ reasoning_option = click.option(
 
 def _speculate(ctx: click.Context, param: click.Parameter, speculate: str) -> str:
     """--speculate, if it names a choice."""
-    from dakrun.drafts import Speculation
+    from dakrun.config import Speculation
 
     Speculation.of(speculate)
     return speculate

@@ -1,7 +1,7 @@
 """Descriptions of a run.
 
 model.py has the architecture and the workload, popularity.py the use of experts, sampling.py how
-tokens are chosen.
+tokens are chosen, and speculation.py whether they are drafted.
 """
 
 from dakrun.config.model import (
@@ -32,14 +32,17 @@ from dakrun.config.sampling import (
     SEED_BITS,
     SamplingParams,
 )
+from dakrun.config.speculation import MAX_DRAFT, OFF, Speculation
 
 __all__ = [
     "ADJUSTING",
     "DTYPE_BYTES",
     "MAX_BIASES",
+    "MAX_DRAFT",
     "MAX_LOGPROBS",
     "MAX_SIZE",
     "NEUTRAL_SAMPLING",
+    "OFF",
     "SEED_BITS",
     "Activation",
     "Dtype",
@@ -55,6 +58,7 @@ __all__ = [
     "RopeScaling",
     "Routing",
     "SamplingParams",
+    "Speculation",
     "Workload",
     "YarnRope",
     "model_len",

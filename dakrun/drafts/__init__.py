@@ -4,22 +4,18 @@ A step that carries drafts of a request computes which of them the model would h
 others are dropped, so drafts change how long a run takes and none of its results. suffix.py finds
 the end of a text again in the same text, file_index.py in the answers of the whole run.
 draft_lengths.py says how many tokens are worth drafting, drafter.py proposes them for the rows of a
-step. speculation.py has the user's choice. Knows tokens and slots; neither models nor devices.
+step. Knows tokens and slots; neither models nor devices.
 """
 
 from dakrun.drafts.draft_lengths import DraftLengths
 from dakrun.drafts.drafter import Drafter
 from dakrun.drafts.file_index import FileIndex
-from dakrun.drafts.speculation import MAX_DRAFT, OFF, Speculation
 from dakrun.drafts.suffix import continuation, longest_match
 
 __all__ = [
-    "MAX_DRAFT",
-    "OFF",
     "DraftLengths",
     "Drafter",
     "FileIndex",
-    "Speculation",
     "continuation",
     "longest_match",
 ]

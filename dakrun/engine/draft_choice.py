@@ -4,7 +4,7 @@ A step of a row takes T seconds, and with drafts T' for E tokens: drafts save ti
 Knows neither requests nor runners.
 """
 
-from dakrun.drafts import Speculation
+from dakrun.config import Speculation
 
 LOST = 0.01  # of a run's time, spent at most on drafts that turn out not to save any
 NEWEST = 0.1  # weight of a step in the means

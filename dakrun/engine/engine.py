@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dakrun.drafts import OFF, Speculation
+from dakrun.config import OFF, Speculation
 from dakrun.engine.adjustments import History
 from dakrun.engine.admission import Admission
 from dakrun.engine.answers import guidance_of, has_form

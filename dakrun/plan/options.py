@@ -8,8 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
-from dakrun.config import DTYPE_BYTES, Dtype, LoadFormat, ModelConfig, Workload, model_len
-from dakrun.drafts import Speculation
+from dakrun.config import (
+    DTYPE_BYTES,
+    Dtype,
+    LoadFormat,
+    ModelConfig,
+    Speculation,
+    Workload,
+    model_len,
+)
 from dakrun.errors import check_choice, check_count, check_number, invalid_value
 from dakrun.formats.named import NAMES as FORMAT_NAMES
 from dakrun.hardware import HardwareProfile
