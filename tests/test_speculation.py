@@ -1,5 +1,6 @@
 """Steps with drafts on a CPU: results are those of steps without, whatever is drafted."""
 
+import io
 import json
 import random
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 from click.testing import CliRunner
+from rich.console import Console
 from tiny_tokenizer import make_tokenizer_files
 
 from dakrun import StructuredOutputsParams
@@ -22,6 +24,7 @@ from dakrun.errors import UsageError
 from dakrun.llm import LLM
 from dakrun.plan import Policy
 from dakrun.requests import Completion, Request
+from dakrun.terminal.summary import render
 
 MAX_LEN, ROOM = 160, 8
 COMMON = tuple(random.Random(7).choices(range(3, 300), k=70))  # more than a KV block
@@ -166,6 +169,15 @@ def test_a_text_that_repeats_itself_takes_few_steps(path: Path) -> None:
         assert set(found.token_ids) == {9} and len(lengths) < 20
         assert max(lengths) == 8, "the newest token and seven drafts"
         assert llm.engine.stats.new_tokens == 60
+        report = llm.report()
+    drafts, text = report["drafts"], io.StringIO()
+    assert drafts["tokens_per_step_and_row"] > 3 and drafts["rows_with_drafts"] > 0.8
+    assert drafts["accepted_tokens"] == 59 - len(lengths) <= drafts["drafted_tokens"]
+    by_length = drafts["by_length"]
+    accepted = sum(one["rows"] * one["accepted_per_row"] for one in by_length)
+    assert round(accepted) == drafts["accepted_tokens"]
+    render(report, Console(file=text, width=200))
+    assert f"{drafts['tokens_per_step_and_row']:.2f} tokens a step and row" in text.getvalue()
 
 
 def test_what_a_grammar_forces_is_drafted(path: Path) -> None:
