@@ -171,7 +171,7 @@ def test_a_text_that_repeats_itself_takes_few_steps(path: Path) -> None:
         assert llm.engine.stats.new_tokens == 60
         report = llm.report()
     drafts, text = report["drafts"], io.StringIO()
-    assert drafts["tokens_per_step_and_row"] > 3 and drafts["rows_with_drafts"] > 0.8
+    assert drafts["tokens_per_step_and_row"] > 3 and drafts["rows_with_drafts"] > 0.6
     assert drafts["accepted_tokens"] == 59 - len(lengths) <= drafts["drafted_tokens"]
     by_length = drafts["by_length"]
     accepted = sum(one["rows"] * one["accepted_per_row"] for one in by_length)
