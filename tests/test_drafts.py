@@ -1,7 +1,10 @@
 """Drafts of tokens: ends of texts that occur before, the index of a file, lengths of drafts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from planned import known, work
 
 from dakrun.config import MAX_DRAFT, Speculation
 from dakrun.drafts import (
@@ -14,6 +17,8 @@ from dakrun.drafts import (
 from dakrun.engine import DraftChoice
 from dakrun.errors import UsageError
 from dakrun.geometry import LONGEST_MATCH
+from dakrun.plan import VERIFIED_TOKENS
+from dakrun.plan.ops import activation_bytes, verified_tokens
 
 
 def by_definition(text: list[int]) -> tuple[int, int]:
@@ -174,3 +179,16 @@ def test_other_choices_are_not_measured() -> None:
         choice = DraftChoice(Speculation.of(text))
         choice.record(8, most, 9.0, 8)
         assert choice.next(8) == choice.next(1) == most
+
+
+def test_memory_of_steps_with_drafts_is_planned_and_bounded() -> None:
+    """Logits of all their tokens among it; batches beyond the bound decode without drafts."""
+    model, planned = known("llama-3-8b"), {}
+    for batch in (8, 64, 256):
+        for drafts in (0, 7):
+            made = replace(work(batch), drafts=drafts)
+            planned[batch, drafts] = activation_bytes(model, made)
+            assert verified_tokens(made) == (min(8 * batch, VERIFIED_TOKENS) if drafts else 0)
+    more = {batch: planned[batch, 7] - planned[batch, 0] for batch in (8, 64, 256)}
+    assert more[8] > 64 * model.vocab_size * 2
+    assert more[8] < more[64] < more[256] < 1.01 * more[64]

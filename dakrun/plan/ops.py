@@ -323,7 +323,9 @@ def activation_bytes(
             expert_buffer_bytes(
                 n, experts=experts, top_k=top_k, hidden=model.hidden_size, ffn=of.ffn_size
             )
-            for n in (rows, workload.batch_size)  # of passes with prompts, and of decode steps
+            # of passes with prompts, of decode steps, and of those with drafts
+            for n in (rows, workload.batch_size, verified_tokens(workload))
+            if n
         )
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
