@@ -93,8 +93,6 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     uint32_t empty_before = 0;  // the barrier of the stage before
 #endif
 #if CODE
-    // Tensor cores read one set of fragments while the other is computed.
-    Fragments fragments[2];
     const auto multiply_stage = [&](int k, Fragments& own) {
       units.read(tile, k, part.row_block + threadIdx.x % kWarpgroup / 32 * 2, own);
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
@@ -109,13 +107,22 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       stage.advance(ring.stages);
     };
     int k = tile.k;
-    // Without a branch inside: the compiler would let all products end before it computes fragments.
+#if WGMMA
+    // Tensor cores read one set of fragments while the other is computed. Without a branch in the
+    // loop: the compiler would let all products end before it computes fragments.
+    Fragments fragments[2];
 #pragma unroll 1
     for (; k + 1 < tile.k_end; k += 2) {
       multiply_stage(k, fragments[0]);
       multiply_stage(k + 1, fragments[1]);
     }
     if (k < tile.k_end) multiply_stage(k, fragments[0]);
+#else
+    Fragments fragments;
+#pragma unroll 1
+    for (; k < tile.k_end; k++)
+      multiply_stage(k, fragments);
+#endif
 #else
 #pragma unroll 1
     for (int left = tile.k_end - tile.k; left > 0; left--) {

@@ -19,7 +19,9 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
 constexpr int kAtOnce = TILES == 1 || !kFewRegisters ? 4 : 2;  // row blocks
 // Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
-constexpr int kLoadedSteps = TILES == 1 || kFewRegisters && kCodeBits == 4 ? 4 : kWordSteps;
+constexpr int kLoadedSteps = kFewRegisters && kCodeBits == 8 ? 2 / TILES
+                             : kFewRegisters || TILES == 1 ? 4
+                                                           : kWordSteps;
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators

@@ -21,6 +21,7 @@ from dakrun.geometry import (
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.prompt import SPLIT_BLOCKS, SPLIT_ITEMS, PromptTile, PromptWork
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.select_token import SAMPLING_WORDS
 from dakrun.units import ceil_div
 
@@ -258,3 +259,9 @@ def accept_drafts(
     )
     kernel = jit.kernel(ACCEPT, "accept_drafts", {})
     kernel.launch(ceil_div(n, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)
+
+
+@compiled_ahead(DRAFT)
+@compiled_ahead(ACCEPT)
+def _variants(needs: Needs) -> list[Macros]:
+    return [{}] if needs.every else []
