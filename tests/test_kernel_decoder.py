@@ -407,6 +407,7 @@ def begun(path: Path, prompts: list[list[int]]) -> tuple[DecodeStep, KVCache, li
 NEW = 9  # tokens of a request
 
 
+@pytest.mark.full
 def test_steps_with_drafts_choose_what_steps_without_choose(
     model: tuple[Path, PreTrainedModel],
 ) -> None:
