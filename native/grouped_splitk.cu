@@ -112,7 +112,8 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
 }
 #endif
 
-#if __CUDA_ARCH__ >= 1200  // the ring takes all of an SM's shared memory
+#if __CUDA_ARCH__ >= 1200 || (TILES == 8 && !CODE && __CUDA_ARCH__ == 1000)
+// The ring takes all of an SM's shared memory; on 10.0 the registers of two CTAs would spill.
 constexpr int kCtasOfSm = 1;
 #else
 constexpr int kCtasOfSm = 2;

@@ -13,7 +13,7 @@
 #include "splitk_ring.cuh"
 #include "splitk_scheduler.cuh"
 
-constexpr bool kFewRegisters = false;
+constexpr bool kFewRegisters = kMixes && TILES > 1;  // the scheduler of mixed tiers takes some
 #include "units_multiply.cuh"
 
 // Every warp waits for every stage and releases it: a barrier only tells of the last copy into its

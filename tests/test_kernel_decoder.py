@@ -87,6 +87,8 @@ def launched(
     monkeypatch.setattr("dakrun.kernels.runtime.jit.kernel", kernel)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.atoms_map", emulated.atoms_map)
     monkeypatch.setattr("dakrun.kernels.gemm.tiled.boxes_map", emulated.boxes_map)
+    monkeypatch.setattr("dakrun.kernels.experts.grouped_tiled.atoms_map", emulated.atoms_map)
+    monkeypatch.setattr("dakrun.kernels.experts.grouped_tiled.boxes_map", emulated.boxes_map)
     monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
     hold_to(CARD, monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
