@@ -102,7 +102,11 @@ def run(engine: Engine) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", cases([(name,) for name in CONFIGS], lambda name: "gqa" in name))
+# In 16 bits a router may choose other experts where a step has other rows.
+DENSE = [name for name in CONFIGS if not hasattr(CONFIGS[name], "num_experts_per_tok")]
+
+
+@pytest.mark.parametrize("name", cases([(name,) for name in DENSE], lambda name: "gqa" in name))
 @pytest.mark.parametrize("few", [False, True])
 def test_results_are_those_without_drafts(
     name: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
