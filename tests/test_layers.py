@@ -50,8 +50,9 @@ LIGHT_MODULES = {
         f"dakrun.models.{name}"
         for name in (
             *("__init__", "decoder", "experts", "families", "files", "glm4_moe", "hf_config"),
-            *("hf_mixture", "hub", "known", "known_mixtures", "llama", "mixtral", "modules"),
-            *("olmoe", "opt", "phi3", "popularity", "quantization", "qwen3", "qwen3_moe"),
+            *("hf_fields", "hf_mixture", "hf_rope", "hub", "known", "known_mixtures", "llama"),
+            *("mixtral", "modules", "olmoe", "opt", "phi3", "popularity", "quantization"),
+            *("qwen3", "qwen3_moe"),
         )
     ),
 }

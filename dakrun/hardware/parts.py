@@ -1,6 +1,6 @@
 """The parts of a hardware profile: provenance, tiers, rates, costs, the kernel model, sweeps.
 
-Each part checks its own values. profile.py joins them to a machine and reads and writes TOML.
+Each part checks its own values. profile.py joins them to a machine.
 """
 
 import bisect

@@ -3,8 +3,9 @@
 modules.py has the modules that planner, loader and runners walk, decoder.py layers of them and the
 forward pass over a backend, experts.py a feed-forward of experts; a family (opt.py, llama.py and
 others, listed in families.py) puts a model together. hub.py, files.py and hf_config.py find and
-read a model's folder, known.py has the sizes of well-known models, popularity.py the files that say
-how often experts are chosen. Only functional.py, norms and rotary positions, needs torch.
+read a model's folder (hf_fields.py, hf_mixture.py and hf_rope.py have parts of its config.json),
+known.py has the sizes of well-known models, popularity.py the files that say how often experts are
+chosen. Only functional.py, norms and rotary positions, needs torch.
 """
 
 from dakrun.models.decoder import Backend, Decoder

@@ -1,32 +1,21 @@
 """Hugging Face's config.json, read and translated into a ModelConfig.
 
-Knows its keys, old and new, their types, and the supported model families; config.py checks the
-sizes.
+Knows the supported model families, and their keys, old and new; hf_mixture.py has those of experts,
+hf_rope.py those of RoPE. config.py checks the sizes.
 """
 
-import json
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from dakrun.config import (
-    DTYPE_BYTES,
-    Dtype,
-    FamilyName,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    ModelConfig,
-    RopeScaling,
-    YarnRope,
-)
+from dakrun.config import DTYPE_BYTES, Dtype, FamilyName, LongRope, ModelConfig
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
 from dakrun.models.folders import check_folder
+from dakrun.models.hf_fields import Fields
 from dakrun.models.hf_mixture import extra_layers, mixture_of
+from dakrun.models.hf_rope import original_positions, rope_of, rotary_factor
 from dakrun.models.quantization import (
     parse_quantization,
     settings_beside,
@@ -76,70 +65,6 @@ _DEFAULTS: dict[FamilyName, _Defaults] = {
 _NO_WINDOW = ("llama", "olmoe", "glm4_moe")
 _NO_BIAS = ("mistral", "phi3", "mixtral")
 _NO_O_BIAS = ("qwen2", "glm4_moe")
-_SHOWN = 60  # characters of a malformed value in messages
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The fields of `raw`, by key and type; `where` names it in messages. Raises UsageError.
-
-    A field that is absent has the value `default`; without a default it is an error. null counts
-    as absent only in `optional`.
-    """
-
-    raw: Mapping[str, Any]
-    where: str
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self._get(key, default)
-        if type(value) is not int or value < 1:
-            self._refuse(key, value, "a positive integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            self._refuse(key, value, "a positive number")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            self._refuse(key, value, "true or false")
-        return value
-
-    def part(self, key: str) -> "Fields | None":
-        """The fields of an object; None if it is absent, null or empty."""
-        value = self.raw.get(key)
-        if value is None or value == {}:
-            return None
-        if not isinstance(value, dict):
-            self._refuse(key, value, "an object")
-        return Fields(value, f"{self.where}, {key}")
-
-    def has(self, key: str) -> bool:
-        """Whether the field is there and not null."""
-        return self.raw.get(key) is not None
-
-    def _get(self, key: str, default: Any) -> Any:
-        if default is None and key not in self.raw:
-            raise UsageError(
-                f"{self.where}: has no {key!r}",
-                hint="copy config.json again from where the model was published",
-            )
-        return self.raw.get(key, default)
-
-    def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        shown = json.dumps(value, default=str)
-        if len(shown) > _SHOWN:
-            shown = f"{shown[:_SHOWN]}..."
-        raise UsageError(
-            f"{self.where}: {key} is {shown}, not {expected}",
-            hint="compare config.json with the published one",
-        )
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -233,9 +158,9 @@ def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
         )
     count = fields.count("max_position_embeddings", defaults.max_positions)
     positions = [(count, "")]
-    theta, scaling = _rope(fields, defaults.theta, name, count)
+    theta, scaling = rope_of(fields, defaults.theta, name, count)
     if isinstance(scaling, LongRope):
-        original = _original_positions(fields, count)
+        original = original_positions(fields, count)
         positions.append((original, "further ones need longrope's long factors"))
     window = _window(fields, family)
     if window is not None:
@@ -267,7 +192,7 @@ def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         mixture=mixture_of(fields, family, name),
-        rotary_factor=_rotary_factor(fields, family, name),
+        rotary_factor=rotary_factor(fields, defaults.rotary_factor, name),
         head_norms=family == "glm4_moe" and fields.flag("use_qk_norm", False),
         extra_layers=extra_layers(fields, family),
         **_shared_fields(fields, name, defaults.eos),
@@ -306,100 +231,6 @@ def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, 
         "eos_token_ids": _eos(fields.raw.get("eos_token_id", eos), fields.where),
         "quantization": parse_quantization(settings, name=name, dtype=dtype) if settings else None,
     }
-
-
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_HINT = "supported are default, linear, dynamic, llama3, yarn and longrope"
-
-
-def _rotary_factor(fields: Fields, family: FamilyName, name: str) -> float:
-    """The part of each head that RoPE rotates, from its first column on."""
-    default, key = _DEFAULTS[family].rotary_factor, "partial_rotary_factor"
-    parts = (fields, fields.part("rope_scaling"), fields.part("rope_parameters"))
-    found = next((part.number(key) for part in parts if part and part.has(key)), default)
-    if found != 1 and default == 1:
-        raise CannotRun(
-            f"{name}: rotary embeddings of a part of each head are not supported",
-            hint=f"{key} in config.json is not 1",
-        )
-    return found
-
-
-def _rope(
-    fields: Fields, theta: float, name: str, positions: int
-) -> tuple[float, RopeScaling | None]:
-    """Base (`theta` by default) and scaling of RoPE of a model with as many `positions`.
-
-    transformers 5 writes rope_parameters; like it, prefer rope_scaling if both are there. Up to the
-    model's positions `dynamic` is plain RoPE.
-    """
-    rope = fields.part("rope_scaling") or fields.part("rope_parameters") or Fields({}, "")
-    owner = rope if rope.has("rope_theta") else fields
-    theta = owner.number("rope_theta") if owner.has("rope_theta") else theta
-    kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
-    if kind in ("default", "dynamic"):
-        return theta, None
-    if kind == "linear":
-        return theta, LinearRope(rope.number("factor"))
-    if kind == "yarn":
-        return theta, _yarn(rope, fields, positions)
-    if kind in ("longrope", "su"):
-        return theta, _longrope(rope, fields, positions)
-    if kind != "llama3":
-        raise CannotRun(f"{name}: rope type {kind!r} is not supported", hint=_ROPE_HINT)
-    return theta, Llama3Rope(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_positions=_original_positions(fields, positions),
-    )
-
-
-def _yarn(rope: Fields, fields: Fields, positions: int) -> YarnRope:
-    """YaRN's parameters, with those of its paper where they are absent."""
-    original = _original_positions(fields, positions)
-    factor = rope.number("factor") if rope.has("factor") else positions / original
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if rope.has("attention_factor"):
-        attention = rope.number("attention_factor")
-    elif rope.has("mscale") and rope.has("mscale_all_dim"):
-        attention = scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
-    else:
-        attention = scale(1.0)
-    return YarnRope(
-        factor=factor,
-        original_max_positions=original,
-        attention_factor=attention,
-        beta_fast=rope.number("beta_fast") if rope.has("beta_fast") else 32.0,
-        beta_slow=rope.number("beta_slow") if rope.has("beta_slow") else 1.0,
-        truncate=rope.flag("truncate", True),
-    )
-
-
-def _longrope(rope: Fields, fields: Fields, positions: int) -> LongRope:
-    """LongRoPE's short factors, and the factor of attention of a model of that many positions."""
-    factors = rope.raw.get("short_factor")
-    numbers = isinstance(factors, list) and all(type(f) in (int, float) for f in factors)
-    if not numbers or not factors:
-        rope._refuse("short_factor", factors, "a list of numbers")
-    original = _original_positions(fields, positions)
-    factor = rope.number("factor") if rope.has("factor") else positions / original
-    if rope.has("attention_factor"):
-        attention = rope.number("attention_factor")
-    else:
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return LongRope(tuple(map(float, factors)), attention)
-
-
-def _original_positions(fields: Fields, positions: int) -> int:
-    """Positions before RoPE's scaling: of the model, or of its rope's parameters."""
-    for part in (fields, fields.part("rope_scaling"), fields.part("rope_parameters")):
-        if part is not None and part.has(_ORIGINAL):
-            return part.count(_ORIGINAL)
-    return positions
 
 
 def _dtype(raw: Mapping[str, Any], name: str) -> Dtype:

@@ -1,14 +1,8 @@
 """What a config.json says of experts, in the keys of each family that has them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from dakrun.config import FamilyName, MixtureConfig, Routing
 from dakrun.errors import CannotRun
-
-if TYPE_CHECKING:
-    from dakrun.models.hf_config import Fields
+from dakrun.models.hf_fields import Fields
 
 _EXPERTS = ("num_experts", "num_local_experts")  # the second since transformers 5
 
