@@ -50,7 +50,7 @@ struct Combiner {
     const int thread = ptx::opaque<uint32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (end) {
       if (args.max_chunks == 1) return;
-      __syncwarp();  // all lanes have read the record
+      sync_warp();  // all lanes have read the record
       if (!partial && lane == 0 && warp < kWarps) shared.records[warp].kv_head = kNoKvHead;
 #if DAK_POISON
       ptx::sleep(poison_ns(warp, 0));

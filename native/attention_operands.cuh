@@ -144,7 +144,7 @@ struct NewToken {
       put(stage, cached, dim, keys[i].first);
       put(stage, cached, dim + HEAD_DIM / 2, keys[i].second);
     }
-    __syncwarp();
+    sync_warp();
   }
 
   // Write the value to the stage and the cache. Zero the rest of its tile in the stage, where
@@ -159,7 +159,7 @@ struct NewToken {
 #pragma unroll 1
     for (int at = (row + 1) * kRowBytes + lane * 16; at < end; at += 32 * 16)
       *reinterpret_cast<float4*>(stage + at) = {0.0f, 0.0f, 0.0f, 0.0f};
-    __syncwarp();
+    sync_warp();
   }
 
  private:
