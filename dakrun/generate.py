@@ -73,8 +73,7 @@ class BatchJob:
     the `expected` run and its `forecast`, as far as they are known:
 
         with BatchJob(llm, reader, writer, console) as job:
-            for result in llm.run(job.requests()):
-                job.finish(result)
+            job.run()
 
     Inside it SIGINT (Ctrl-C) raises Interrupted; so do SIGTERM and SIGHUP under
     interrupt.raise_on_signals.
@@ -121,7 +120,12 @@ class BatchJob:
         of = f"{rows} of {counted(total, 'row')}" if total and total >= rows else None
         return f"{of or counted(rows, 'row')} {self._writer.place}"
 
-    def requests(self) -> Iterator[Request | None]:
+    def run(self) -> None:
+        """Complete the rows that are left to do; on return all results are on disk."""
+        for result in self._llm.run(self._requests()):
+            self._finish(result)
+
+    def _requests(self) -> Iterator[Request | None]:
         """The rows that are left to do; writes the errors of rows that cannot be run.
 
         None while others run and no more have arrived.
@@ -141,27 +145,24 @@ class BatchJob:
                 self.counts.skipped += 1
                 self._end(row.id)
                 self._estimate.skip(limit=begun.limit)
-            elif isinstance(row, RowError):
-                self._write(row)
-                self._estimate.skip(limit=0, failed=True)
+                continue
+            self._estimate.begin()
+            if isinstance(row, RowError):
+                self._finish(row)
             else:
-                self._estimate.begin()
                 yield row
 
-    def finish(self, result: Completion | RowError) -> None:
+    def _finish(self, result: Completion | RowError) -> None:
         """Write the result of a row; on return it is on disk."""
-        failed, limit = isinstance(result, RowError), self._running[result.id].limit
-        choices = () if isinstance(result, RowError) else result.choices
-        self._write(result)
-        tokens = sum(len(one.token_ids) for one in choices)
-        self._estimate.end(limit=limit, tokens=tokens, failed=failed)
-
-    def _write(self, result: Completion | RowError) -> None:
-        self._writer.write(result, digest=self._running[result.id].digest)
+        begun = self._running[result.id]
+        self._writer.write(result, digest=begun.digest)
         failed = isinstance(result, RowError)
+        choices = () if isinstance(result, RowError) else result.choices
         self.counts.failed += failed
         self.counts.done += not failed
         self._end(result.id)
+        tokens = sum(len(one.token_ids) for one in choices)
+        self._estimate.end(limit=begun.limit, tokens=tokens, failed=failed)
 
     def _end(self, row_id: str) -> None:
         """Forget a row that has ended."""

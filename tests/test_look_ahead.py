@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from dakrun.demo import MODEL
 from dakrun.errors import CannotRun
 from dakrun.generate import BatchJob
 from dakrun.llm import LLM
-from dakrun.requests import Request, RequestReader, ResultWriter, look_ahead
+from dakrun.requests import Completion, Request, RequestReader, ResultWriter, look_ahead
 from dakrun.requests.spool import Spool
 
 
@@ -231,24 +231,26 @@ def test_a_job_shows_the_bytes_of_rows_that_are_done(
     make: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = make(lines("{bad", native(3, 2, id="a"), native(3, 3, id="b"), native(3, 1, id="c")))
-    with ResultWriter(tmp_path / "out.jsonl") as writer:
+    out = tmp_path / "out.jsonl"
+    with ResultWriter(out) as writer:
         writer.write(completion(id="c"))
+
+    def run(requests: Iterator[Request]) -> Iterator[Completion]:
+        first, second = next(requests), next(requests)
+        assert (first.id, second.id) == ("b", "a")
+        assert job._bytes_done == 0 < reader.bytes_read
+        yield completion(id="a")
+        assert job._bytes_done == second.nbytes > 0 and b'"a"' in out.read_bytes()
+        yield completion(id="b")
+        assert next(requests, None) is None
+
+    llm: Any = SimpleNamespace(rules=RULES, run=run)
     with (
         open_reader(path) as reader,
-        ResultWriter(tmp_path / "out.jsonl", resume=True) as writer,
-        BatchJob(
-            SimpleNamespace(rules=RULES),  # type: ignore[arg-type]
-            reader, writer, None,
-        ) as job,
-    ):  # fmt: skip
-        requests = job.requests()
-        first, second = next(requests), next(requests)
-        assert first and second and (first.id, second.id) == ("b", "a")
-        assert job._bytes_done == 0 < reader.bytes_read
-        job.finish(completion(id="a"))
-        assert job._bytes_done == second.nbytes > 0
-        job.finish(completion(id="b"))
-        assert next(requests, None) is None
+        ResultWriter(out, resume=True) as writer,
+        BatchJob(llm, reader, writer, None) as job,
+    ):
+        job.run()
     assert job._bytes_done == path.stat().st_size
     assert (job.counts.done, job.counts.failed, job.counts.skipped) == (2, 1, 1)
 
@@ -256,16 +258,15 @@ def test_a_job_shows_the_bytes_of_rows_that_are_done(
 def test_the_engine_begins_with_the_longest(make: Callable[..., Path], tmp_path: Path) -> None:
     """One at a time, so that they end in the order in which they began."""
     rows = [native(2, new, id=f"r{new}", ignore_eos=True) for new in (1, 7, 3, 9, 5)]
-    out, found = tmp_path / "out.jsonl", []
+    out = tmp_path / "out.jsonl"
     with (
         open_reader(make(lines(*rows))) as reader,
         LLM(MODEL, device="cpu", batch_size=1) as llm,
         ResultWriter(out) as writer,
         BatchJob(llm, reader, writer, None) as job,
     ):
-        for result in llm.stream(job.requests()):
-            found.append(result.id)
-            job.finish(result)
+        job.run()
+    found = [json.loads(line)["id"] for line in out.read_text().splitlines()]
     assert found == ["r9", "r7", "r5", "r3", "r1"]
 
 

@@ -50,7 +50,8 @@ def test_skipped_rows_are_done_but_say_nothing_of_the_speed() -> None:
     estimate.skip(limit=200)
     estimate.begin()
     assert estimate.at(10, 50) == Shown(0.625, 5, 30)
-    estimate.skip(limit=0, failed=True)
+    estimate.begin()
+    estimate.end(limit=0, tokens=0, failed=True)
     assert (estimate.ended, estimate.skipped, estimate.failed) == (2, 1, 1)
 
 

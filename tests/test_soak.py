@@ -6,6 +6,7 @@ import random
 import shutil
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from dakrun.engine import Admission
 from dakrun.generate import BatchJob
 from dakrun.llm import LLM
 from dakrun.plan import Plan, Policy
-from dakrun.requests import RequestReader, ResultWriter, RowError
+from dakrun.requests import Completion, Request, RequestReader, ResultWriter, RowError
 
 COUNT, MAX_LEN, LIMITS = 600, 96, SamplingParams(max_tokens=8)
 FEW_BLOCKS = (("hbm", 8, 5), ("host", 8, 5))  # slots and blocks, of which a request takes up to two
@@ -81,18 +82,21 @@ def complete(path: Path, source: Path, out: Path, requests: int) -> tuple[int, i
     Returns how often one preempted, and the bytes that were then held beside the loaded model.
     """
     with load(path, 16) as llm:
-        cache = llm.engine.runner.cache
+        cache, run = llm.engine.runner.cache, llm.run
+
+        def cut_off(rows: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+            with closing(run(rows)) as results:  # type: ignore[type-var]
+                yield from islice(results, requests)
+
+        llm.run = cut_off  # type: ignore[method-assign]
         assert cache.blocks == (5, 5)
         tracemalloc.start()
         with (
             RequestReader(source, defaults=LIMITS) as reader,
             ResultWriter(out, resume=True) as writer,
             BatchJob(llm, reader, writer, None) as job,
-            closing(llm.stream(job.requests())) as stream,  # type: ignore[type-var]
         ):
-            for result in islice(stream, requests):
-                job.finish(result)
-            del result
+            job.run()
             gc.collect()
             held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()

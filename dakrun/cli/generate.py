@@ -247,8 +247,7 @@ def generate(
                     llm, reader, writer, progress, expected=expected, forecast=forecast
                 ) as job,
             ):
-                for result in llm.run(job.requests()):
-                    job.finish(result)
+                job.run()
                 writer.finish()
                 if parquet is not None:
                     parquet.convert()

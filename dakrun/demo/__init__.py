@@ -60,8 +60,7 @@ def run(console: Console | None, *, threads: int | None = None) -> DemoResult:
             ResultWriter(output, source=prompts) as writer,
             BatchJob(llm, reader, writer, console) as job,
         ):
-            for result in llm.run(job.requests()):
-                job.finish(result)
+            job.run()
         report = llm.report(time.perf_counter() - start)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     texts = {row["id"]: row["text"] for row in rows}

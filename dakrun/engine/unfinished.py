@@ -16,17 +16,18 @@ class Unfinished:
     """
 
     def __init__(self, rows: Iterable[Request | None]) -> None:
-        self._new = (one for row in rows for one in ((row, *row.further) if row else (None,)))
+        self._rows = iter(rows)
         # By row and choice; a caller of `stream` may use an id again.
         self._taken: dict[tuple[str, int], list[Request]] = {}
         self._finished: dict[str, list[Completion | RowError]] = {}  # of rows that lack some, by id
 
     def __iter__(self) -> Iterator[Request | None]:
         yield from [request for alike in self._taken.values() for request in alike]
-        for request in self._new:
-            if request is not None:
+        for row in self._rows:
+            requests = (row, *row.further) if row else ()
+            for request in requests:
                 self._taken.setdefault((request.id, request.reply.choice), []).append(request)
-            yield request
+            yield from requests or (None,)
 
     def finish(self, result: Completion | RowError) -> Completion | RowError | None:
         """Note the result of a request. With the last one of a row, return the row's result.

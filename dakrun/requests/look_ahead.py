@@ -23,7 +23,7 @@ class LookAhead:
     Reads up to LOOK_AHEAD rows and AHEAD_BYTES of content ahead, and gives the first row only then.
     Where reading may wait for another program, a thread reads, and rows are given as they arrive.
     None in place of a row says that none has arrived; `wait` waits for one. If reading fails, the
-    rows before are given, then the error is raised.
+    rows before are given, then the error is raised. At the end the input is closed.
     """
 
     def __init__(self, rows: InputRows) -> None:
@@ -44,15 +44,18 @@ class LookAhead:
             self.fill()
             with self._changed:
                 if self._rows:
-                    taken = self._take()
+                    row = heappop(self._rows)
+                    taken = row, self._spool.take(row.place)
+                    self._nbytes -= len(taken[1])
                 elif not self._ended:
                     taken = None
                 elif self._problem is not None:
                     raise self._problem
                 else:
-                    return
+                    break
                 self._changed.notify_all()
             yield taken
+        self.close()
 
     def wait(self) -> None:
         """Return once there is a row to take, or the end."""
@@ -96,12 +99,6 @@ class LookAhead:
     def _has_room(self) -> bool:
         return len(self._rows) < LOOK_AHEAD and self._nbytes < AHEAD_BYTES
 
-    def _take(self) -> tuple[AheadRow, bytes]:
-        row = heappop(self._rows)
-        content = self._spool.take(row.place)
-        self._nbytes -= len(content)
-        return row, content
-
     def _read_all(self) -> None:
         while not self._ended and not self._closed:
             self._read_one()
@@ -114,8 +111,14 @@ class LookAhead:
     def _read_one(self) -> None:
         """Read one more row, or note the end."""
         try:
-            if (row := next(self._source, None)) is not None:
-                self._add(*row)
+            for row, content in self._source:
+                with self._changed:
+                    if not self._closed:
+                        group, place = self._count // LOOK_AHEAD, self._spool.add(content)
+                        heappush(self._rows, row._replace(group=group, place=place))
+                        self._nbytes += len(content)
+                        self._count += 1
+                        self._changed.notify_all()
                 return
         except Exception as problem:  # raised once the rows before it were taken
             self._problem = problem
@@ -125,14 +128,4 @@ class LookAhead:
                 first = min((row.group for row in self._rows), default=0)
                 self._rows = [row._replace(group=first) for row in self._rows]
                 heapify(self._rows)
-            self._changed.notify_all()
-
-    def _add(self, row: AheadRow, content: bytes) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            group, place = self._count // LOOK_AHEAD, self._spool.add(content)
-            heappush(self._rows, row._replace(group=group, place=place))
-            self._nbytes += len(content)
-            self._count += 1
             self._changed.notify_all()

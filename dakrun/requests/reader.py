@@ -23,7 +23,7 @@ from dakrun.requests.parquet_files import ParquetLines, is_parquet
 from dakrun.requests.prompts import PromptRules
 from dakrun.requests.request import Request, RowError
 from dakrun.requests.row_digests import InputRow
-from dakrun.requests.row_parser import AheadRow, Content, kind_of, parse_row
+from dakrun.requests.row_parser import Content, kind_of, parse_row
 
 MAX_LINE_BYTES = 2**24
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "jsonl"}
@@ -115,7 +115,7 @@ class RequestReader:
         Looks at the first LOOK_AHEAD rows. A longer file is taken to go on like these: the number
         of its requests follows from its bytes. Of a pipe it only begins to read.
         """
-        ahead = self._look_ahead(max_model_len)
+        ahead = self.unparsed_rows(max_model_len)
         if self.bytes_total is None:
             return None
         ahead.fill()
@@ -135,10 +135,11 @@ class RequestReader:
         for row in self.unparsed_rows(rules.max_model_len):
             yield row and parse_row(*row, self._defaults, rules)
 
-    def unparsed_rows(self, max_model_len: int) -> Iterator[tuple[AheadRow, bytes] | None]:
+    def unparsed_rows(self, max_model_len: int) -> LookAhead:
         """Every row as parse_row takes it, for a model of `max_model_len` tokens; see `rows`."""
-        yield from self._look_ahead(max_model_len)
-        self.close()
+        if self._ahead is None:
+            self._ahead = LookAhead(self._input_rows(max_model_len))
+        return self._ahead
 
     def left(self) -> int | None:
         """How many rows `unparsed_rows` has yet to give; None before the input's end is near."""
@@ -171,11 +172,6 @@ class RequestReader:
         """Return once `rows` has something else than None to give."""
         if self._ahead is not None:
             self._ahead.wait()
-
-    def _look_ahead(self, max_model_len: int) -> LookAhead:
-        if self._ahead is None:
-            self._ahead = LookAhead(self._input_rows(max_model_len))
-        return self._ahead
 
     def _input_rows(self, max_model_len: int) -> InputRows:
         _ = self._first_row  # which sets the format
