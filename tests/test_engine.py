@@ -220,7 +220,7 @@ def test_eos_ends_a_request_unless_ignored(path: Path) -> None:
     llm = load(path)
     tokens = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20))[0].token_ids
     end = tokens[4]
-    llm.engine._eos = frozenset([end])
+    llm.engine.answers.eos = frozenset([end])
     stopped, ignoring = llm.generate(
         [[5, 6, 7], [5, 6, 7]],
         [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, ignore_eos=True)],
@@ -240,7 +240,7 @@ def test_steps_may_run_ahead_of_their_tokens(path: Path) -> None:
     results = []
     for ahead in (1, 2, 3):
         llm = load(path, batch_size=2, max_model_len=20)
-        llm.engine._eos = frozenset(range(0, tiny_models.VOCAB, 5))
+        llm.engine.answers.eos = frozenset(range(0, tiny_models.VOCAB, 5))
         llm.engine.runner.ahead = ahead
         results.append({c.id: c for c in llm.stream(rows)})
         assert llm.engine.runner.ahead == ahead and not llm.engine.runner._accepted
@@ -261,7 +261,7 @@ def test_waiting_for_a_request_is_not_time_of_a_step(path: Path) -> None:
             yield request
 
     with load(path, batch_size=1) as llm:
-        llm.engine._eos = frozenset(range(tiny_models.VOCAB))
+        llm.engine.answers.eos = frozenset(range(tiny_models.VOCAB))
         llm.engine.runner.ahead = 3
         assert [c.finish_reason for c in llm.stream(source(llm))] == ["stop"] * 3
         stats = llm.engine.stats

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Accepted, Admission, Engine, Step, admission
+from dakrun.engine import Accepted, Admission, Step, admission
+from dakrun.engine.answers import Answers
 from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import RequestState
 from dakrun.engine.swap import Saved
 from dakrun.errors import UsageError
@@ -262,13 +264,13 @@ def test_what_requests_took_says_what_others_need(
         )
         for name in ends
     ]  # fmt: skip
-    reason = Engine._finish_reason
+    reason = Answers.finish_reason
 
-    def finish(self: Engine, r: RequestState) -> str | None:
+    def finish(self: Answers, r: RequestState) -> str | None:
         done = len(r.tokens) >= ends[r.request.id]
         return "stop" if r.tokens and done else reason(self, r)
 
-    monkeypatch.setattr(Engine, "_finish_reason", finish)
+    monkeypatch.setattr(Answers, "finish_reason", finish)
     monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 8, 8), ("host", 8, 8)))
     found, steps, rows = [], [], []
     for expects in (True, False):
@@ -323,9 +325,9 @@ def test_blocks_are_asked_for_only_where_a_step_can_be_launched(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Going through hundreds of requests takes long: once a step, not again before its tokens."""
-    asked, grown = list[int](), Engine._reserve_or_preempt
+    asked, grown = list[int](), Preemption.make_room
     monkeypatch.setattr(
-        Engine, "_reserve_or_preempt", lambda *args: asked.append(1) or grown(*args)
+        Preemption, "make_room", lambda *args, **how: asked.append(1) or grown(*args, **how)
     )
     with load(path) as llm:
         launched = without_computing(llm, 2)
@@ -367,12 +369,12 @@ def test_the_last_request_outgrows_its_tier(
 
     It goes on in another tier, or is an error where none has blocks for it.
     """
-    reason = Engine._finish_reason
+    reason = Answers.finish_reason
 
-    def finish(self: Engine, r: RequestState) -> str | None:
+    def finish(self: Answers, r: RequestState) -> str | None:
         return "stop" if len(r.tokens) == 2 and r.request.id != "last" else reason(self, r)
 
-    monkeypatch.setattr(Engine, "_finish_reason", finish)
+    monkeypatch.setattr(Answers, "finish_reason", finish)
     monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 3, 2), ("host", 3, largest)))
     lengths = {**{f"r{i}": 60 for i in range(40)}, "last": 110}
     ids = tuple(range(3, 33))

@@ -1,10 +1,11 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
-engine.py has the loop of steps: admission.py gives requests slots and KV blocks, preemption.py
-keeps requests that gave theirs up, prompt_queue.py cuts prompts into parts, draft_choice.py says
-which steps carry drafts, results.py makes results. unfinished.py collects the choices of a row, and
-has the requests to begin again after an error. offline.py has the calls of the Python API that
-complete prompts, rows_bar.py their progress bar in the terminal.
+engine.py has the loop of steps: admission.py gives requests slots and the KV blocks of their
+prompts, preemption.py has blocks for the next rows and keeps requests that gave theirs up,
+prompt_queue.py cuts prompts into parts, draft_choice.py says which steps carry drafts. answers.py
+begins and ends requests, results.py makes their results. unfinished.py collects the choices of a
+row, and has the requests to begin again after an error. offline.py has the calls of the Python API
+that complete prompts, rows_bar.py their progress bar in the terminal.
 
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
@@ -14,10 +15,9 @@ computes it: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.p
 cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
 expert_use.py counts the experts that are chosen, by which expert_moves.py lets them change places.
 sampler.py chooses tokens in torch, from logits that adjustments.py changes as a request asks;
-logprobs.py has their log-probabilities. answers.py has what guides the tokens of a request whose
-answer must have a form, and mask_writer.py writes which ones it allows for the GPU's steps.
-machine_planner.py plans for this machine's free memory, build.py makes the runner that a plan asks
-for.
+logprobs.py has their log-probabilities. mask_writer.py writes which tokens the form of an answer
+allows for the GPU's steps. machine_planner.py plans for this machine's free memory, build.py makes
+the runner that a plan asks for.
 """
 
 from dakrun.engine.admission import Admission

@@ -78,8 +78,12 @@ class Admission:
             if len(tried) == len(cache.counts):
                 break
         r.slot = NO_SLOT
-        self.blocked = bool(running or beginning)
+        self.block()
         return False
+
+    def block(self) -> None:
+        """Admit none until a request gives its blocks back, if one has a slot."""
+        self.blocked = len(self._free) < len(self._order)
 
     def share_more(self, r: RequestState) -> None:
         """Give `r`, before the first part of its prompt, blocks computed since its admission."""

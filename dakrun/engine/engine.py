@@ -2,37 +2,33 @@
 
 A step carries a row of every running request and parts of the prompts of new ones. It may be
 launched before the tokens of the previous step are known. admission.py gives requests their slots
-and KV blocks, preemption.py keeps the requests that gave theirs up, prompt_queue.py cuts prompts
-into parts. Knows neither files nor checkpoints, nor how the runner computes.
+and the KV blocks of their prompts, preemption.py those of the next rows, prompt_queue.py cuts
+prompts into parts, answers.py begins and ends a request. Knows neither files nor checkpoints, nor
+how the runner computes.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from dakrun.config import OFF, Speculation
-from dakrun.engine.adjustments import History
 from dakrun.engine.admission import Admission
-from dakrun.engine.answers import guidance_of, has_form
+from dakrun.engine.answers import Answers, Reason
 from dakrun.engine.draft_choice import DraftChoice
 from dakrun.engine.preemption import Preemption
-from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
+from dakrun.engine.progress import EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
-from dakrun.engine.results import completion, no_score, no_token, too_long
+from dakrun.engine.results import too_long
 from dakrun.engine.runner import Runner
-from dakrun.engine.sampler import request_seed
-from dakrun.engine.step import Accepted, Row, Sampling, Step
+from dakrun.engine.step import Accepted, Row, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
 from dakrun.plan import Plan, requests_per_admission
-from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer
-
-Reason = Literal["stop", "length", "error"]  # why a request ends
+from dakrun.requests import Completion, Request, RowError, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,20 +41,7 @@ class _Launched:
     drafts: int
 
 
-class _Source:
-    """The requests of a run, as Engine.generate takes them; `exhausted` once there are no more."""
-
-    def __init__(self, requests: Iterable[Request | None]) -> None:
-        self._requests = iter(requests)
-        self.exhausted = False
-
-    def take(self) -> Request | None:
-        """The next request; None if none has arrived, or there are no more."""
-        if not self.exhausted:
-            for request in self._requests:
-                return request
-            self.exhausted = True
-        return None
+_NO_MORE = object()  # in place of a request: the run has all of them
 
 
 class Engine:
@@ -81,14 +64,12 @@ class Engine:
         if speculation.most:
             runner.draft(speculation.most)
         self.stats, self.prompts_first = EngineStats(), False
-        self._tokenizer, self._grammars = tokenizer, grammars
-        self._max_len = plan.workload.max_model_len
-        self._eos = frozenset(plan.model.eos_token_ids)
+        self.answers = Answers(plan, tokenizer, grammars)
         self._kv_bytes = plan.model.kv_bytes_per_token
         self.admission = Admission(runner.cache, runner.order)
-        self.preemption = Preemption(runner, plan)
-        self.prompts = PromptQueue(runner, self.admission, requests_per_admission(plan))
         self._running: list[RequestState] = []  # in the order in which they began
+        self.preemption = Preemption(runner, plan, self.admission, self._running)
+        self.prompts = PromptQueue(runner, self.admission, requests_per_admission(plan))
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = False
         self._collected = 0.0  # time of the last collection
@@ -116,7 +97,7 @@ class Engine:
             )
         try:
             self.admission.reset()
-            source = _Source(requests)
+            source, self._exhausted = iter(requests), False
             while True:
                 while self._steps and not (self._running or self._beginning()):
                     self._collect()  # steps of ended requests alone: `source` may take its time
@@ -130,7 +111,7 @@ class Engine:
                 if self._steps:
                     for r, reason in self._collect():
                         yield self._end(r, reason)
-                elif source.exhausted and not (self.preemption.queue or self._beginning()):
+                elif self._exhausted and not (self.preemption.queue or self._beginning()):
                     return
         finally:
             self._drop_all()
@@ -162,7 +143,7 @@ class Engine:
         self.stats.running_tokens = 0
         for r in self._running:
             self.preemption.free_copies(r)
-        self._running = []
+        self._running.clear()
         self.preemption.clear()
         self.prompts.clear()
         with suppress(RuntimeError):  # of a GPU that has failed
@@ -170,28 +151,7 @@ class Engine:
             self.runner.drop()
         self.runner.cache.release_all()
 
-    def _state_of(self, request: Request) -> RequestState:
-        """`request` as it arrives, not in a slot yet."""
-        length = len(request.prompt_ids)
-        if not 0 < length < self._max_len:
-            raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
-        params = request.params
-        stop = None
-        if params.stop:
-            if self._tokenizer is None:
-                raise ValueError("stop strings need a tokenizer")
-            is_chat = request.reply.is_chat
-            added = self._tokenizer.continuation(request.prompt_ids, is_chat=is_chat)
-            stop = StopStrings(params.stop, added.spelled, request.reply.thought, params.min_tokens)
-        if any(isinstance(word, str) for word in params.bad_words):
-            raise ValueError("expected bad_words as token ids")
-        limit, tokens = params.limit(self._max_len - length), list[int]()
-        history = History(request.prompt_ids, tokens, self._eos)
-        seed, guidance = request_seed(params.seed, request.id), guidance_of(request, self._grammars)
-        sampling = Sampling(params, seed, history, limit, guidance)
-        return RequestState(request, stop, sampling, limit, request.prompt_ids, tokens=tokens)
-
-    def _admit_waiting(self, source: _Source) -> Generator[RowError, None, bool]:
+    def _admit_waiting(self, source: Iterator[Request | None]) -> Generator[RowError, None, bool]:
         """Give slots to waiting requests while there is room, first to those that were preempted.
 
         Yields the errors of those for which the KV cache is too small. Returns whether none waits:
@@ -201,10 +161,12 @@ class Engine:
         while self.admission.is_open and not self._closed:
             if queue:
                 r = queue.popleft()
-            elif (request := source.take()) is not None:
-                r = self._state_of(request)
             else:
-                return True
+                request = next(source, _NO_MORE)
+                self._exhausted = request is _NO_MORE
+                if not isinstance(request, Request):
+                    return True
+                r = self.answers.begin(request)
             if self._admit(r):
                 continue
             if self.admission.blocked:
@@ -212,7 +174,7 @@ class Engine:
             else:
                 self.preemption.free_copies(r)
                 yield too_long(r.request, r.limit, self.admission.most_positions)
-        return source.exhausted and not queue
+        return self._exhausted and not queue
 
     def _admit(self, r: RequestState) -> bool:
         """Give `r` a slot if there is room; its prompt, or its saved blocks, will follow."""
@@ -251,7 +213,8 @@ class Engine:
         )
         self.runner.launch(launched.step)
         self._steps.append(launched)
-        self._count_launch(launched)
+        if decode:
+            self.stats.count_rows(launched.step, self._kv_bytes_read(launched))
         for r in decoding:
             r.cached += 1
         if drafts:
@@ -280,106 +243,32 @@ class Engine:
         idle = not (self._running or new or self._steps)
         self._running += self.preemption.resume(idle=idle)
         rows = [] if self.prompts_first and new else self._running
-        decoding = self._reserve_or_preempt([r for r in rows if r.cached < r.end], drafts)
+        decoding = self.preemption.make_room(
+            [r for r in rows if r.cached < r.end], drafts, self.stats, wait=bool(self._steps)
+        )
         if decoding is None:
             return (), ()
         begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
         return decoding, self.prompts.take_parts(len(decoding)) if new and begins else ()
 
-    def _reserve_or_preempt(
-        self, active: list[RequestState], drafts: int
-    ) -> list[RequestState] | None:
-        """Take KV blocks for the next position of each of `active`, and for `drafts` if they fit.
-
-        Returns the requests of `active` that can go on. Where no block is free, requests of that
-        tier are preempted, the youngest first; they are the first to get a slot when one is free.
-        But None while steps are in flight: requests that end there give their blocks back.
-        """
+    def _kv_bytes_read(self, launched: _Launched) -> int:
+        """KV bytes that the decode rows of a step read; a block that rows share counts once."""
         cache = self.runner.cache
-        for r in active:
-            if (r.cached % KV_BLOCK and not (drafts or r.drafted)) or r.slot == NO_SLOT:
-                continue
-            next_one = min(r.end, r.cached + r.drafted + 1)
-            wanted, room = min(r.end, next_one + drafts), cache.room(r.slot)
-            if wanted <= room or (drafts and cache.reserve(r.slot, wanted)) or next_one <= room:
-                continue
-            while r.slot != NO_SLOT and not cache.reserve(r.slot, next_one):
-                last = self._youngest(cache.tier(r.slot))
-                if self._steps:
-                    self.preemption.save_ahead(last, self._running)
-                    return None
-                self._preempt(last)
-        return [r for r in active if r.slot != NO_SLOT]
-
-    def _youngest(self, tier: int) -> RequestState:
-        """The running request of a tier that began last; there must be one."""
-        cache = self.runner.cache
-        return next(r for r in reversed(self._running) if cache.tier(r.slot) == tier)
-
-    def _preempt(self, r: RequestState) -> None:
-        """Let `r` give its slot up to the other running requests. No step of it is in flight."""
-        self.stats.preempted += 1
-        self.stats.swapped += self.preemption.preempt(r, self._running)
-        self._running.remove(r)
-        self.admission.release(r)
-        self.admission.blocked = bool(self._running or self._beginning())
-
-    def _count_launch(self, launched: _Launched) -> None:
-        """Add the rows of a step, and the KV bytes that they read, to the totals."""
-        decode, prompts = launched.step
-        if not decode:
-            return
-        cache = self.runner.cache
-        of = zip(decode, launched.requests, strict=False)
+        of = zip(launched.step.decode, launched.requests, strict=False)
         positions = sum(row.start - r.shared for row, r in of)
         shared = sum(map(cache.borrowed, range(len(cache.counts)))) * KV_BLOCK
-        kv_bytes = (positions + shared) * self._kv_bytes
-        if prompts:
-            self.stats.mixed_kv_bytes += kv_bytes
-        else:
-            self.stats.step_rows += len(decode)
-            self.stats.kv_bytes_read += kv_bytes
+        return (positions + shared) * self._kv_bytes
 
     def _collect(self) -> list[tuple[RequestState, Reason]]:
         """Record the tokens of the oldest step; returns the requests that end with them, and why.
 
         Tokens of requests that ended before are dropped.
         """
-        launched, stats = self._steps.popleft(), self.stats
-        accepted = self.runner.collect()
-        now = time.perf_counter()
-        seconds = now - max(launched.start, self._collected)
-        self._collected = now
-        if launched.step.prompts:
-            stats.prefill_s += seconds
-            stats.prefill_steps += 1
-            stats.mixed_steps += bool(launched.step.decode)
-        else:
-            stats.step_s.append(seconds)
-        if self._drafts.most:
-            self._count_drafts(launched, accepted, seconds)
-        return self._record(launched.requests, accepted, now)
-
-    def _count_drafts(self, launched: _Launched, accepted: Accepted, seconds: float) -> None:
-        """Correct the positions of rows by their accepted drafts, and add these to the totals."""
-        decode, prompts = launched.step
-        if not prompts:
-            count = sum(map(len, accepted.tokens))
-            self._drafts.record(len(decode), launched.drafts, seconds, count)
-        rows = zip(launched.requests, decode, accepted.tokens, strict=False)
-        for r, row, tokens in rows:
-            r.cached += len(tokens) - 1
-            r.drafted -= row.length - 1
-        for count, tokens in zip(accepted.drafted, accepted.tokens, strict=False):
-            if tokens:
-                self.stats.drafts[count] += 1
-                self.stats.accepted_drafts[count] += len(tokens) - 1
-        self.stats.draft_lost_s = self._drafts.lost_s
-
-    def _record(
-        self, requests: Sequence[RequestState], accepted: Accepted, now: float
-    ) -> list[tuple[RequestState, Reason]]:
+        launched = self._steps.popleft()
+        accepted, now = self.runner.collect(), time.perf_counter()
+        self._count_step(launched, accepted, now)
         ending: list[tuple[RequestState, Reason]] = []
+        requests, finish_reason = launched.requests, self.answers.finish_reason
         for r, tokens in zip(requests, accepted.tokens, strict=True):
             if r.ended or not tokens:
                 continue
@@ -387,7 +276,7 @@ class Engine:
             for token in tokens:
                 r.tokens.append(token)
                 self.stats.running_tokens += 1
-                if reason := self._finish_reason(r):
+                if reason := finish_reason(r):
                     ending.append((r, reason))
                     break
         for r, likeliest in zip(requests, accepted.logprobs, strict=False):
@@ -397,20 +286,23 @@ class Engine:
             r.scores += scores
         return ending
 
-    def _finish_reason(self, r: RequestState) -> Reason | None:
-        """Why `r` ends with the newest of its tokens, or None."""
-        params, token = r.request.params, r.tokens[-1]
-        if token < 0:
-            return "error"
-        if not r.limit:
-            return "length"
-        if token in self._eos and (not params.ignore_eos or params.structured_outputs):
-            return "stop"
-        if token in params.stop_token_ids:
-            return "stop"
-        if r.stop is not None and r.stop.hit(r.tokens):
-            return "stop"
-        return "length" if len(r.tokens) == r.limit else None
+    def _count_step(self, launched: _Launched, accepted: Accepted, now: float) -> None:
+        """Add a step to the totals, and correct the positions of rows by their accepted drafts."""
+        seconds = now - max(launched.start, self._collected)
+        self._collected = now
+        self.stats.count_time(launched.step, seconds)
+        if not self._drafts.most:
+            return
+        decode, prompts = launched.step
+        if not prompts:
+            count = sum(map(len, accepted.tokens))
+            self._drafts.record(len(decode), launched.drafts, seconds, count)
+        rows = zip(launched.requests, decode, accepted.tokens, strict=False)
+        for r, row, tokens in rows:
+            r.cached += len(tokens) - 1
+            r.drafted -= row.length - 1
+        self.stats.count_drafts(accepted)
+        self.stats.draft_lost_s = self._drafts.lost_s
 
     def _end(self, r: RequestState, reason: Reason) -> Completion | RowError:
         """Take `r` out of its slot, and give its result."""
@@ -419,26 +311,8 @@ class Engine:
         self.admission.release(r)
         self.preemption.free_copies(r)
         self.stats.running_tokens -= len(r.tokens)
-        if reason == "error":
-            return no_token(r, self.plan.model.dtype)
-        if error := no_score(r, self.plan.model.dtype):
-            return error
-        del r.tokens[r.limit :], r.logprobs[r.limit :]
-        self.admission.count_end(r)
-        result, stats = completion(r, reason, self._tokenizer), self.stats
-        if r.request.params.structured_outputs is not None and self._grammars is not None:
-            ended = not self._eos.isdisjoint(r.tokens[-1:])
-            valid = has_form(result, r.request, self._grammars, ended=ended)
-            result = replace(result, valid=valid)
-        stats.requests += 1
-        stats.structured += result.valid is not None
-        stats.valid += bool(result.valid)
-        asked = r.request.params.max_tokens
-        stats.capped += reason == "length" and asked is not None and len(r.tokens) < asked
-        stats.prompt_tokens += result.prompt_tokens
-        stats.shared_tokens += min(r.shared, result.prompt_tokens)
-        stats.new_tokens += len(r.tokens)
-        stats.ttft_s.append(result.ttft_s)
-        if len(r.tokens) > 1:
-            stats.tpot_s.append(result.tpot_s)
+        result = self.answers.result(r, reason)
+        if isinstance(result, Completion):
+            self.admission.count_end(r)
+            self.stats.count_end(r, result)
         return result

@@ -1,16 +1,16 @@
-"""Preemption: requests that gave up their slot and KV blocks to others, until they run again.
+"""Preemption: KV blocks for the next rows, and the requests that gave theirs up for these.
 
 They go on from copies of their blocks in host memory, or compute them again. The engine decides
-which request gives up its slot, and when it gets one again.
+when they get a slot again.
 """
 
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
+from dakrun.engine.admission import Admission
 from dakrun.engine.prefix_cache import block_names
-from dakrun.engine.progress import RequestState
+from dakrun.engine.progress import NO_SLOT, EngineStats, RequestState
 from dakrun.engine.runner import Runner
 from dakrun.engine.step import Row
 from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
@@ -22,11 +22,15 @@ from dakrun.units import ceil_div
 class Preemption:
     """The requests that wait for a slot again, in `queue`, and those whose copies are under way.
 
-    `swap` has room for copies of KV blocks.
+    `running` are the requests that run, in the order in which they began; those that give up their
+    slots are taken out. `swap` has room for copies of KV blocks.
     """
 
-    def __init__(self, runner: Runner, plan: Plan) -> None:
-        self._runner, self._plan = runner, plan
+    def __init__(
+        self, runner: Runner, plan: Plan, admission: Admission, running: list[RequestState]
+    ) -> None:
+        self._runner, self._plan, self._admission = runner, plan, admission
+        self._running = running
         self.swap = SwapSpace.of(runner.cache, plan)
         self.queue: deque[RequestState] = deque()
         self._swapping_in: list[
@@ -38,29 +42,33 @@ class Preemption:
         """Requests in a slot again, whose blocks are being copied back."""
         return [r for r, _ in self._swapping_in]
 
-    def save_ahead(self, r: RequestState, running: Iterable[RequestState]) -> None:
-        """Start to copy the full blocks of `r`, which has to give up soon, beside its steps."""
-        known = len(r.request.prompt_ids) + len(r.tokens) - 1  # positions before the newest token
-        self._save(r, known // KV_BLOCK, running)
+    def make_room(
+        self, active: list[RequestState], drafts: int, stats: EngineStats, *, wait: bool
+    ) -> list[RequestState] | None:
+        """Take KV blocks for the next position of each of `active`, and for `drafts` if they fit.
 
-    def preempt(self, r: RequestState, running: Iterable[RequestState]) -> bool:
-        """Queue `r`, of which no step is in flight, as the next to run; it must leave its slot now.
-
-        Its blocks are copied to the swap space. If there is no room, or that takes longer, it
-        computes its prompt and tokens again, and the result is False. Full blocks are also kept as
-        long as others leave room for them.
+        Returns the requests of `active` that can go on. Where no block is free, requests of that
+        tier are preempted, the youngest first; they are the first to get a slot when one is free.
+        But None with `wait`, while steps are in flight: requests that end there give blocks back.
         """
-        known = (*r.request.prompt_ids, *r.tokens)
-        r.prompt = known[: r.cached]  # all but the newest token
-        self._runner.cache.publish(r.slot, block_names(r.prompt))
-        saved = self._save(r, ceil_div(r.cached, KV_BLOCK), running)
-        if saved:
-            self.swap.wait_for_copies()
-        else:
-            self.free_copies(r)
-            r.prompt = known
-        self.queue.appendleft(r)
-        return saved
+        cache = self._runner.cache
+        for r in active:
+            if (r.cached % KV_BLOCK and not (drafts or r.drafted)) or r.slot == NO_SLOT:
+                continue
+            next_one = min(r.end, r.cached + r.drafted + 1)
+            wanted, room = min(r.end, next_one + drafts), cache.room(r.slot)
+            if wanted <= room or (drafts and cache.reserve(r.slot, wanted)) or next_one <= room:
+                continue
+            while r.slot != NO_SLOT and not cache.reserve(r.slot, next_one):
+                tier = cache.tier(r.slot)
+                last = next(one for one in reversed(self._running) if cache.tier(one.slot) == tier)
+                if wait:  # copy the full blocks of `last` beside its steps
+                    known = len(last.request.prompt_ids) + len(last.tokens) - 1
+                    self._save(last, known // KV_BLOCK)
+                    return None
+                stats.preempted += 1
+                stats.swapped += self._preempt(last)
+        return [r for r in active if r.slot != NO_SLOT]
 
     def swap_in(self, r: RequestState) -> None:
         """Start to copy the saved blocks of `r` to the slot that it has again."""
@@ -101,16 +109,38 @@ class Preemption:
         self.queue.clear()
         self._swapping_in = []
 
-    def _save(self, r: RequestState, blocks: int, running: Iterable[RequestState]) -> bool:
+    def _preempt(self, r: RequestState) -> bool:
+        """Let `r`, of which no step is in flight, give its slot up; it is the next to get one.
+
+        Its blocks are copied to the swap space. If there is no room, or that takes longer, it
+        computes its prompt and tokens again, and the result is False. Full blocks are also kept as
+        long as others leave room for them.
+        """
+        known = (*r.request.prompt_ids, *r.tokens)
+        r.prompt = known[: r.cached]  # all but the newest token
+        self._runner.cache.publish(r.slot, block_names(r.prompt))
+        saved = self._save(r, ceil_div(r.cached, KV_BLOCK))
+        if saved:
+            self.swap.wait_for_copies()
+        else:
+            self.free_copies(r)
+            r.prompt = known
+        self.queue.appendleft(r)
+        self._running.remove(r)
+        self._admission.release(r)
+        self._admission.block()
+        return saved
+
+    def _save(self, r: RequestState, blocks: int) -> bool:
         """Start to copy the first `blocks` of `r` to the swap space.
 
-        Others that are `running` have none there then. False if there is no room, or computing the
-        blocks again is predicted to be faster.
+        Others that run have none there then. False if there is no room, or computing the blocks
+        again is predicted to be faster.
         """
         if not swap_beats_recompute(self._plan, r.cached):
             return False
         self.swap.open()
-        for other in running:
+        for other in self._running:
             if other is not r:
                 self.free_copies(other)
         r.saved = r.saved or Saved()

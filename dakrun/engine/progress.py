@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dakrun.engine.step import Likeliest, Sampling
+from dakrun.engine.step import Accepted, Likeliest, Sampling, Step
 from dakrun.engine.swap import Saved
 from dakrun.geometry import KV_BLOCK
-from dakrun.requests import Request, StopStrings
+from dakrun.requests import Completion, Request, StopStrings
 from dakrun.units import ceil_div
 
 NO_SLOT = -1
@@ -65,6 +65,45 @@ class EngineStats:
     def tokens_so_far(self) -> int:
         """New tokens, those of running requests included."""
         return self.new_tokens + self.running_tokens
+
+    def count_rows(self, step: Step, kv_bytes: int) -> None:
+        """Add the decode rows of a step, which read so many KV bytes."""
+        if step.prompts:
+            self.mixed_kv_bytes += kv_bytes
+        else:
+            self.step_rows += len(step.decode)
+            self.kv_bytes_read += kv_bytes
+
+    def count_time(self, step: Step, seconds: float) -> None:
+        """Add a step that took so many seconds."""
+        if step.prompts:
+            self.prefill_s += seconds
+            self.prefill_steps += 1
+            self.mixed_steps += bool(step.decode)
+        else:
+            self.step_s.append(seconds)
+
+    def count_drafts(self, accepted: Accepted) -> None:
+        """Add the drafts of a step's rows."""
+        for count, tokens in zip(accepted.drafted, accepted.tokens, strict=False):
+            if tokens:
+                self.drafts[count] += 1
+                self.accepted_drafts[count] += len(tokens) - 1
+
+    def count_end(self, r: "RequestState", result: Completion) -> None:
+        """Add `r`, which has ended with that result."""
+        self.requests += 1
+        self.structured += result.valid is not None
+        self.valid += bool(result.valid)
+        asked = r.request.params.max_tokens
+        at_limit = result.finish_reason == "length"
+        self.capped += at_limit and asked is not None and len(r.tokens) < asked
+        self.prompt_tokens += result.prompt_tokens
+        self.shared_tokens += min(r.shared, result.prompt_tokens)
+        self.new_tokens += len(r.tokens)
+        self.ttft_s.append(result.ttft_s)
+        if len(r.tokens) > 1:
+            self.tpot_s.append(result.tpot_s)
 
 
 @dataclass(eq=False)
