@@ -112,7 +112,7 @@ def test_none_waits_for_more_than_a_window(
     begun = [new[line - 1] for line in found]
     assert begun == [*(4, 3, 2, 1), *(9, 8, 7, 6), *(13, 12, 14, 11, 5)]
     rows = open_reader(make(lines(*(native(1, n) for n in new)))).unparsed_rows(20)
-    groups = [found[0].group for found in rows if found]
+    groups = [found.group for found in rows if found]
     assert groups == sorted(groups), "whoever holds rows back begins them in this order"
     chance = random.Random(3)
     new = [chance.randint(1, 15) for _ in range(203)]

@@ -262,7 +262,7 @@ class Numbered:
         while self._rows:
             row = self._rows.pop(0)
             if row.number % self._step == 0:
-                yield row, b"{}"
+                yield row
 
     def left(self) -> int | None:
         return len(self._rows)
@@ -291,7 +291,7 @@ def test_workers_that_keep_dying_end_the_run(cluster: str) -> None:
 def test_rows_that_are_done_are_not_counted_as_left() -> None:
     left = _Untaken(Numbered(1000, step=25))
     assert left and left.count() == 40
-    first = [row.number for row, _ in left.take(10, 1 / 4)]
+    first = [row.number for row in left.take(10, 1 / 4)]
     assert first == list(range(0, 1000, 100)) and left.count() == 30
 
 
@@ -310,7 +310,7 @@ class Slow:
 
     async def exchange(self, rows: list[Any]) -> Reply:
         await asyncio.sleep(2)
-        done = [Finished(row.number, 1, 1, -row.minus_new, self._name) for row, _ in rows]
+        done = [Finished(row.number, 1, 1, -row.minus_new, self._name) for row in rows]
         return Reply(done, NONE_YET, None)
 
 

@@ -20,7 +20,7 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.ray import parts as parts_module
 from dakrun.ray.inputs import InputFiles
 from dakrun.ray.parts import ResultParts
-from dakrun.requests import Reply, RequestReader, RowError, result_line, unpack_content
+from dakrun.requests import Reply, RequestReader, RowError, result_line
 from dakrun.requests.arrow import OPTIONAL
 
 RUN = {"dakrun_run": 1, "format": "native", "model": {"layers": 2}, "input": {"a": 1}}
@@ -63,7 +63,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     source = InputFiles(str(tmp_path))
     with RequestReader(source, defaults=SamplingParams(), format=source.format) as reader:
         taken = list(reader.unparsed_rows(100))
-    assert sum(row.nbytes for row, _ in taken if row) == source.bytes_total == reader.bytes_read
+    assert sum(row.nbytes for row in taken if row) == source.bytes_total == reader.bytes_read
 
 
 def test_parquet_rows_are_native_rows(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_ids_that_parquet_cannot_hold(tmp_path: Path) -> None:
     assert kept == list(rows)
     files = InputFiles(str(source), well_formed_ids=True)
     with RequestReader(files, defaults=SamplingParams(), format="jsonl") as reader:
-        found = {row[0].id: unpack_content(row[1]) for row in reader.unparsed_rows(9) if row}
+        found = {row.id: row.content for row in reader.unparsed_rows(9) if row}
     # The second is a duplicate now, so it is called by its line.
     assert set(found) == {"a\ufffd", "line-2", "\U0001f600"}
     assert found["a\ufffd"] == {"id": "a\ufffd", "prompt": "\udc00"}

@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from dakrun.errors import CannotRun
-from dakrun.ray.model_thread import Row
 from dakrun.ray.worker import NONE_YET, Failed, Finished, Loaded, Progress, Reply
+from dakrun.requests import AheadRow
 
 MAX_DEATHS = 3  # of a worker and those in its place, with no row finished between them
 ROWS_AHEAD = 16  # that a worker has at least beyond its slots
@@ -30,7 +30,7 @@ WAITING_S = 30.0  # after which a note says that Ray has no room for workers
 class Rows(Protocol):
     """The rows to do, in the order in which they should begin."""
 
-    def __iter__(self) -> Iterator[Row]: ...
+    def __iter__(self) -> Iterator[AheadRow]: ...
     def left(self) -> int | None:
         """How many have not been taken, at most; None if there are too many to know."""
 
@@ -45,7 +45,7 @@ class WorkerState:
     loaded: Loaded | None = None
     started: float = 0.0
     finished: int = 0
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, AheadRow] = field(default_factory=dict)
     progress: Progress = NONE_YET
 
     @property
@@ -65,7 +65,7 @@ class _Untaken:
 
     def __init__(self, rows: Rows) -> None:
         self._rows, self._source = rows, iter(rows)
-        self._read: list[Row] = []  # in order
+        self._read: list[AheadRow] = []  # in order
 
     def __bool__(self) -> bool:
         self._read_to(1)
@@ -78,11 +78,11 @@ class _Untaken:
         self._read_to(MAX_DEALT)  # of which some may be done already
         return (self._rows.left() or 0) + len(self._read)
 
-    def give_back(self, row: Row) -> None:
+    def give_back(self, row: AheadRow) -> None:
         """Add a row whose worker has died."""
         insort(self._read, row)
 
-    def take(self, count: int, share: float) -> list[Row]:
+    def take(self, count: int, share: float) -> list[AheadRow]:
         """`count` of the next `count` / `share`, evenly spaced: those left are about as long."""
         among = max(count, min(MAX_DEALT, math.ceil(count / share)))
         self._read_to(among)
@@ -116,7 +116,7 @@ class Dispatcher:
         start: Callable[[int], Any],
         count: int,
         *,
-        on_finished: Callable[[list[tuple[Row, Finished]]], None],
+        on_finished: Callable[[list[tuple[AheadRow, Finished]]], None],
         on_progress: Callable[[Sequence[WorkerState]], None],
         note: Callable[[str], None],
     ) -> None:
@@ -191,10 +191,10 @@ class Dispatcher:
             most = min(most, math.ceil(unfinished * share))
         return max(0, most - len(worker.rows))
 
-    def _hand_over(self, worker: WorkerState, batch: list[Row]) -> None:
+    def _hand_over(self, worker: WorkerState, batch: list[AheadRow]) -> None:
         worker.started = worker.started or time.perf_counter()
         self.began = self.began or worker.started
-        worker.rows |= {row.number: (row, data) for row, data in batch}
+        worker.rows |= {row.number: row for row in batch}
         self._calls[worker.actor.exchange.remote(batch)] = worker, self._on_reply
 
     def _take_turn(self) -> None:

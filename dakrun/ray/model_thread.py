@@ -13,7 +13,6 @@ from dakrun.errors import UsageError
 from dakrun.llm import LLM
 from dakrun.requests import AheadRow, Completion, Request, RowError, parse_row
 
-Row = tuple[AheadRow, bytes]  # a row that is not parsed yet, and its packed content
 Result = Completion | RowError  # of a row, with all its choices
 OnResult = Callable[[int, Result], None]  # takes a row's number
 
@@ -36,9 +35,11 @@ class ModelThread:
     ) -> None:
         self._make, self._defaults = make, defaults
         self._on_result, self._on_end = on_result, on_end
-        self._rows: list[Row] = []  # a heap
+        self._rows: list[AheadRow] = []  # a heap
         self._numbers: dict[str, int] = {}  # of the rows that run, by id
-        self._same_id: defaultdict[str, list[Row]] = defaultdict(list)  # wait for one that runs
+        self._same_id: defaultdict[str, list[AheadRow]] = defaultdict(
+            list
+        )  # wait for one that runs
         self._closed = False
         self._changed = threading.Condition()
         self._loaded = threading.Event()
@@ -54,7 +55,7 @@ class ModelThread:
         self._loaded.wait()
         return self._llm
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[AheadRow]) -> None:
         """Hand rows over."""
         with self._changed:
             for row in rows:
@@ -94,8 +95,8 @@ class ModelThread:
             if next_row is None:
                 yield None
                 continue
-            number = next_row[0].number
-            parsed = parse_row(*next_row, self._defaults, llm.rules)
+            number = next_row.number
+            parsed = parse_row(next_row, self._defaults, llm.rules)
             if isinstance(parsed, RowError):
                 self._on_result(number, parsed)
             elif parsed.id in self._numbers:

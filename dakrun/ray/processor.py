@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import marshal
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ import pyarrow as pa
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.llm import LLM, run_options
-from dakrun.ray.model_thread import ModelThread, Result, Row, no_longer
+from dakrun.ray.model_thread import ModelThread, Result, no_longer
 from dakrun.ray.node import load_on_node
-from dakrun.requests import AheadRow, PromptStarts, RowError, own_id, pack_content
+from dakrun.requests import AheadRow, PromptStarts, RowError, own_id
 from dakrun.requests.arrow import result_table, row_lines
 from dakrun.requests.lengths import json_lengths
 from dakrun.requests.native_rows import NATIVE, completion_row, error_row
@@ -97,7 +98,7 @@ class DakrunProcessor:
             yield self._table(batch, [])
             return
         rows, own = self._rows(batch), _Batch([None] * batch.num_rows, batch.num_rows)
-        for place, (row, _) in enumerate(rows):
+        for place, row in enumerate(rows):
             self._places[row.number] = own, place
         self._thread.add(rows)
         if self._ended:
@@ -108,9 +109,13 @@ class DakrunProcessor:
         """Finish the rows that have begun, and give the model's memory back; the end does, too."""
         self._thread.close()
 
-    def _rows(self, batch: pa.Table) -> list[Row]:
+    def _rows(self, batch: pa.Table) -> list[AheadRow]:
         """The rows of a batch, for the thread."""
-        group, starts, rows = next(self._batches) // BATCHES_PER_GROUP, PromptStarts(), list[Row]()
+        group, starts, rows = (
+            next(self._batches) // BATCHES_PER_GROUP,
+            PromptStarts(),
+            list[AheadRow](),
+        )
         for place, line in enumerate(row_lines(batch), 1):
             fields = json.loads(line)
             if fields.get("id") is None:
@@ -132,8 +137,9 @@ class DakrunProcessor:
                 shared=length.shared,
                 nbytes=len(line),
                 kind=NATIVE,
+                packed=marshal.dumps(fields),
             )
-            rows.append((row, pack_content(fields)))
+            rows.append(row)
         return rows
 
     def _finish(self, number: int, result: Result) -> None:

@@ -23,10 +23,9 @@ from dakrun.plan import RunOptions
 from dakrun.ray.cluster import connected, resources
 from dakrun.ray.dispatch import Dispatcher, WorkerState
 from dakrun.ray.inputs import InputFiles
-from dakrun.ray.model_thread import Row
 from dakrun.ray.parts import PartFormat, ResultParts
 from dakrun.ray.worker import Finished, Setup, Worker
-from dakrun.requests import InputRow, RequestReader, check_sentencepiece, make_fingerprint
+from dakrun.requests import AheadRow, InputRow, RequestReader, check_sentencepiece, make_fingerprint
 from dakrun.tables import Column, print_table
 from dakrun.terminal.progress import progress_bar
 from dakrun.units import counted
@@ -189,13 +188,13 @@ class _Job:
         }
         return report, self.counts
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[AheadRow]:
         """The rows that are left to do."""
         for row in self._reader.unparsed_rows(self._max_model_len):
             assert row is not None, "files do not wait"
-            if self._parts.is_done(row[0].id):
+            if self._parts.is_done(row.id):
                 self.counts.skipped += 1
-                self._bytes_done += row[0].nbytes
+                self._bytes_done += row.nbytes
             else:
                 yield row
 
@@ -203,11 +202,11 @@ class _Job:
         """How many rows have not been taken; None if there are too many to know."""
         return self._reader.left()
 
-    def _finish(self, finished: Sequence[tuple[Row, Finished]]) -> None:
+    def _finish(self, finished: Sequence[tuple[AheadRow, Finished]]) -> None:
         """Write results; on return they are on disk."""
-        rows = (InputRow(row.id, row.number, row.digest) for (row, _), _ in finished)
+        rows = (InputRow(row.id, row.number, row.digest) for row, _ in finished)
         self._parts.write([one.line for _, one in finished], rows)
-        for (row, _), one in finished:
+        for row, one in finished:
             self.counts.failed += not one.requests
             self.counts.done += one.requests > 0
             self._sums.update(

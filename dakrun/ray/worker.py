@@ -13,9 +13,9 @@ from dakrun.config import SamplingParams
 from dakrun.errors import DakrunError, UsageError
 from dakrun.llm import LLM
 from dakrun.plan import RunOptions, run_bound
-from dakrun.ray.model_thread import ModelThread, Result, Row
+from dakrun.ray.model_thread import ModelThread, Result
 from dakrun.ray.node import load_on_node, node_name
-from dakrun.requests import RowError, result_line
+from dakrun.requests import AheadRow, RowError, result_line
 
 POLL_S = 1.0  # that a call waits for results at most
 GATHER_S = 0.05  # that it waits for more once there are some
@@ -116,7 +116,7 @@ class Worker:
         batch = plan.workload.batch_size
         return Loaded(batch, batch / plan.predicted_s if plan.predicted_s else 1.0)
 
-    async def exchange(self, rows: list[Row]) -> Reply:
+    async def exchange(self, rows: list[AheadRow]) -> Reply:
         """Take `rows`, and return those that have finished; wait for some if there are none."""
         self._first_rows = self._first_rows or time.perf_counter()
         self._model.add(rows)

@@ -42,7 +42,7 @@ from dakrun.requests.request import (
 )
 from dakrun.requests.row_check import EstimatedRules, RowCheck, check_rows
 from dakrun.requests.row_digests import InputRow, digests_path
-from dakrun.requests.row_parser import AheadRow, own_id, pack_content, parse_row, unpack_content
+from dakrun.requests.row_parser import AheadRow, own_id, parse_row
 from dakrun.requests.sentencepiece_model import check_sentencepiece
 from dakrun.requests.stop_strings import StopStrings
 from dakrun.requests.thoughts import given_markers
@@ -87,9 +87,7 @@ __all__ = [
     "is_parquet",
     "make_fingerprint",
     "own_id",
-    "pack_content",
     "parse_row",
     "result_line",
     "same_file",
-    "unpack_content",
 ]

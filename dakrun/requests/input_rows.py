@@ -5,6 +5,7 @@ Requests of them.
 """
 
 import json
+import marshal
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Literal
@@ -18,13 +19,13 @@ from dakrun.requests.native_rows import RowFormat
 from dakrun.requests.prompts import BadRow
 from dakrun.requests.request import IdSet
 from dakrun.requests.row_digests import bytes_digest, json_digest
-from dakrun.requests.row_parser import AheadRow, Content, kind_of, pack_content
+from dakrun.requests.row_parser import AheadRow, Content, kind_of
 
 Format = Literal["text", "jsonl"]
 
 
 class InputRows:
-    """Iterates over the rows of `lines`, each with its packed content.
+    """Iterates over the rows of `lines`.
 
     The first JSON row decides whether all are native or OpenAI Batch rows. A row that repeats an
     earlier id gets another one, line-N by its line number. Lengths are those of a run with a
@@ -46,12 +47,12 @@ class InputRows:
         self._ids = IdSet()
         self._starts = PromptStarts()
 
-    def __iter__(self) -> Iterator[tuple[AheadRow, bytes]]:
+    def __iter__(self) -> Iterator[AheadRow]:
         for line in self._lines:
             content = content_of(line.data, self._format, self._lines.max_line_bytes)
             if self._forms is not None and isinstance(content, dict):
                 self._forms.note(content)
-            yield self._row(line, content), pack_content(content)
+            yield self._row(line, content)
 
     @property
     def may_wait(self) -> bool:
@@ -91,6 +92,7 @@ class InputRows:
             nbytes=line.nbytes,
             kind=self._row_kind,
             digest=bytes_digest(line.data or b"") if digest is None else digest,
+            packed=marshal.dumps(content),
         )
 
     def _unique(self, row_id: str, number: int) -> str:

@@ -18,7 +18,7 @@ AHEAD_BYTES = 1 << 30  # of their content
 
 
 class LookAhead:
-    """Iterates over `rows`, each with its content, in the order in which they should begin.
+    """Iterates over `rows` in the order in which they should begin.
 
     Reads up to LOOK_AHEAD rows and AHEAD_BYTES of content ahead, and gives the first row only then.
     Where reading may wait for another program, a thread reads, and rows are given as they arrive.
@@ -39,14 +39,14 @@ class LookAhead:
             self._thread = threading.Thread(target=self._read_all, name="prompts", daemon=True)
             self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[AheadRow, bytes] | None]:
+    def __iter__(self) -> Iterator[AheadRow | None]:
         while True:
             self.fill()
             with self._changed:
                 if self._rows:
-                    row = heappop(self._rows)
-                    taken = row, self._spool.take(row.place)
-                    self._nbytes -= len(taken[1])
+                    taken = heappop(self._rows)
+                    taken = taken._replace(packed=self._spool.take(taken.place))
+                    self._nbytes -= len(taken.packed)
                 elif not self._ended:
                     taken = None
                 elif self._problem is not None:
@@ -111,12 +111,12 @@ class LookAhead:
     def _read_one(self) -> None:
         """Read one more row, or note the end."""
         try:
-            for row, content in self._source:
+            for row in self._source:
                 with self._changed:
                     if not self._closed:
-                        group, place = self._count // LOOK_AHEAD, self._spool.add(content)
-                        heappush(self._rows, row._replace(group=group, place=place))
-                        self._nbytes += len(content)
+                        group, place = self._count // LOOK_AHEAD, self._spool.add(row.packed)
+                        heappush(self._rows, row._replace(group=group, packed=b"", place=place))
+                        self._nbytes += len(row.packed)
                         self._count += 1
                         self._changed.notify_all()
                 return

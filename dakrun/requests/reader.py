@@ -133,7 +133,7 @@ class RequestReader:
         None if no row has arrived of a pipe; `wait` waits for one.
         """
         for row in self.unparsed_rows(rules.max_model_len):
-            yield row and parse_row(*row, self._defaults, rules)
+            yield row and parse_row(row, self._defaults, rules)
 
     def unparsed_rows(self, max_model_len: int) -> LookAhead:
         """Every row as parse_row takes it, for a model of `max_model_len` tokens; see `rows`."""
@@ -161,8 +161,8 @@ class RequestReader:
 
     def in_order(self, rules: PromptRules) -> Iterator[tuple[RowLengths, Request | RowError]]:
         """All rows as in `rows`, whose place it takes, in the file's order, with their lengths."""
-        for row, content in self._input_rows(rules.max_model_len):
-            yield row.lengths, parse_row(row, content, self._defaults, rules)
+        for row in self._input_rows(rules.max_model_len):
+            yield row.lengths, parse_row(row, self._defaults, rules)
 
     def compile_forms(self, rules: PromptRules) -> None:
         """Compile the forms of answers that rows ask for, beside other work, as rows are read."""
@@ -179,7 +179,7 @@ class RequestReader:
 
     def _read_again(self) -> Iterator[InputRow]:
         with closing(InputRows(self._lines.reopened(), self._format, self._defaults, 0)) as again:
-            for row, _ in again:
+            for row in again:
                 yield InputRow(row.id, row.number, row.digest)
 
     @cached_property

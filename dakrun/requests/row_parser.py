@@ -1,8 +1,6 @@
-"""Makes a Request of a row's content, in this process or in a worker that was sent the content.
+"""Makes a Request of a row that was read ahead, in this process or in a worker that was sent it.
 
-The content is a line's parsed JSON or its text. input_rows.py makes it once, and it is kept as
-bytes until the row's turn comes. Knows the row formats, and no files; the fields are in
-native_rows.py and openai_rows.py.
+Knows the row formats, and no files; the fields are in native_rows.py and openai_rows.py.
 """
 
 import marshal
@@ -30,8 +28,9 @@ class AheadRow(NamedTuple):
     that may take the most decode steps; then rows with the longest prompts.
 
     `number` is the row's line, `id` the id of its result. `kind` is the format of the file's rows,
-    None before the first JSON row. `digest` is the content's (row_digests.py). LookAhead notes the
-    `place` of the content in its spool.
+    None before the first JSON row. `packed` is the content as bytes that marshal writes, for
+    processes of the same version of Python; `digest` is that of row_digests.py. LookAhead keeps
+    `packed` in its spool, at `place`.
     """
 
     group: int
@@ -44,23 +43,19 @@ class AheadRow(NamedTuple):
     nbytes: int
     kind: RowFormat | None
     digest: int = 0
+    packed: bytes = b""
     place: int = 0
+
+    @property
+    def content(self) -> Content:
+        """What the row's line says."""
+        content: Content = marshal.loads(self.packed)
+        return content
 
     @property
     def lengths(self) -> RowLengths:
         """The row's lengths, as they are estimated."""
         return RowLengths(-self.minus_prompt, -self.minus_new, self.choices, self.shared)
-
-
-def pack_content(content: Content) -> bytes:
-    """`content` as bytes, for processes of the same version of Python."""
-    return marshal.dumps(content)
-
-
-def unpack_content(packed: bytes) -> Content:
-    """The content that pack_content packed."""
-    content: Content = marshal.loads(packed)
-    return content
 
 
 def own_id(content: Content, number: int) -> str:
@@ -77,15 +72,13 @@ def kind_of(fields: dict[str, Any]) -> RowFormat:
     return BATCH if is_batch_row(fields) else NATIVE
 
 
-def parse_row(
-    row: AheadRow, packed: bytes, defaults: SamplingParams, rules: PromptRules
-) -> Request | RowError:
-    """The row with the content `packed`, or its error if it is malformed or breaks `rules`.
+def parse_row(row: AheadRow, defaults: SamplingParams, rules: PromptRules) -> Request | RowError:
+    """The row as a Request, or its error if it is malformed or breaks `rules`.
 
     `defaults` are for parameters that the row lacks. A row whose `id` is not its own is an error:
     an earlier row has that.
     """
-    content, is_integer = unpack_content(packed), False
+    content, is_integer = row.content, False
     try:
         if (own := own_id(content, row.number)) != row.id:
             raise BadRow("duplicate_id", f"an earlier row has the id {own!r}")
