@@ -12,12 +12,12 @@ import torch
 from cards import H200, hold_to
 from click.testing import CliRunner, Result
 
-from dakrun.bench.ceilings import MIB, Ceilings, Effort
-from dakrun.bench.output import Record, as_text
 from dakrun.cli import main
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, load_profile
 from dakrun.kernels.runtime import gpu_name
+from dakrun.lab.bench.ceilings import MIB, Ceilings, Effort
+from dakrun.lab.bench.output import Record, as_text
 from dakrun.memory.tiers import allocate_tiers
 
 PROFILE = load_profile("h200-pcie5")
@@ -70,8 +70,8 @@ def check_command(
         return record
 
     # Neither a GPU nor its kernels are needed to check what the command does with a record.
-    monkeypatch.setattr("dakrun.bench.run.check_device", lambda _: None)
-    monkeypatch.setattr(f"dakrun.bench.{kernel}.measure_{kernel}", measured)
+    monkeypatch.setattr("dakrun.lab.bench.run.check_device", lambda _: None)
+    monkeypatch.setattr(f"dakrun.lab.bench.{kernel}.measure_{kernel}", measured)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--ratio", "0 5"])
     target = tmp_path / "a.md"
     asked = ("--kernel", kernel, *args, "--profile", PROFILE.name)
@@ -93,9 +93,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # What only a GPU has: streams, the copy engine and CUDA graphs.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("dakrun.bench.tiers.copy", lambda to, of: to.copy_(of))
-    monkeypatch.setattr("dakrun.bench.tiers.BLOCK_BYTES", 2**16)
-    monkeypatch.setattr("dakrun.probe.chain.graph_seconds", seconds)
+    monkeypatch.setattr("dakrun.lab.bench.tiers.copy", lambda to, of: to.copy_(of))
+    monkeypatch.setattr("dakrun.lab.bench.tiers.BLOCK_BYTES", 2**16)
+    monkeypatch.setattr("dakrun.lab.probe.chain.graph_seconds", seconds)
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -108,9 +108,9 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     # What only a GPU has: bandwidths to measure, a name, and memory of its own.
     ceilings = Ceilings({LOCAL: 4e12, "host": 1e12})
-    monkeypatch.setattr("dakrun.bench.kernel.measure_ceilings", lambda *_: ceilings)
-    monkeypatch.setattr("dakrun.bench.kernel.head", lambda *values: {"command": values[-1]})
-    monkeypatch.setattr("dakrun.bench.tiers.allocate", allocate)
+    monkeypatch.setattr("dakrun.lab.bench.kernel.measure_ceilings", lambda *_: ceilings)
+    monkeypatch.setattr("dakrun.lab.bench.kernel.head", lambda *values: {"command": values[-1]})
+    monkeypatch.setattr("dakrun.lab.bench.tiers.allocate", allocate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     hold_to(H200, monkeypatch)
     return taken

@@ -27,21 +27,6 @@ from cards import H200
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dakrun.bench.attention import ATTENTION_EFFORT, AttentionChains, measure_attention
-from dakrun.bench.attention_sweep import (
-    DEFAULT_SLOTS,
-    AttentionCase,
-    AttentionSweep,
-    Slots,
-    attention_sweep,
-    parse_slots,
-    slot_bytes,
-)
-from dakrun.bench.ceilings import FULL, MIB
-from dakrun.bench.output import Record, as_text
-from dakrun.bench.rows import AttentionRow, columns
-from dakrun.bench.sweep import TURNING_POINT, buffer_bytes, forecast
-from dakrun.bench.tiers import whole
 from dakrun.cli import main
 from dakrun.cli.bench import OPTIONS_OF
 from dakrun.config import Workload
@@ -50,6 +35,21 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
+from dakrun.lab.bench.attention import ATTENTION_EFFORT, AttentionChains, measure_attention
+from dakrun.lab.bench.attention_sweep import (
+    DEFAULT_SLOTS,
+    AttentionCase,
+    AttentionSweep,
+    Slots,
+    attention_sweep,
+    parse_slots,
+    slot_bytes,
+)
+from dakrun.lab.bench.ceilings import FULL, MIB
+from dakrun.lab.bench.output import Record, as_text
+from dakrun.lab.bench.rows import AttentionRow, columns
+from dakrun.lab.bench.sweep import TURNING_POINT, buffer_bytes, forecast
+from dakrun.lab.bench.tiers import whole
 from dakrun.launches import TierAccess
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
@@ -296,7 +296,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append((caches.tolist(), lengths.tolist()))
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr("dakrun.bench.attention.splitk_flash_attn", attend)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.bench.attention.splitk_flash_attn", attend)  # needs a GPU
     return found
 
 

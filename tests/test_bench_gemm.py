@@ -34,27 +34,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dakrun.bench.ceilings import FULL, MAX_LAUNCHES, MIB, Ceilings, link_ring
-from dakrun.bench.gemm import GemmChains, measure_gemm
-from dakrun.bench.gemm_sweep import (
-    DEFAULT_SHAPES,
-    GemmCase,
-    GemmSweep,
-    Shape,
-    gemm_sweep,
-    parse_shape,
-)
-from dakrun.bench.output import Record, as_text, check_output, commit, render, write
-from dakrun.bench.rows import GemmRow, columns
-from dakrun.bench.sweep import (
-    TURNING_POINT,
-    Forecast,
-    buffer_bytes,
-    forecast,
-    parse_ratio,
-    remote_units,
-)
-from dakrun.bench.tiers import allocate, whole
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.formats import PACKED16
@@ -63,12 +42,33 @@ from dakrun.hardware import LOCAL, RemoteTier, load_profile
 from dakrun.kernels.gemm import splitk_gemm
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import card_of
+from dakrun.lab.bench.ceilings import FULL, MAX_LAUNCHES, MIB, Ceilings, link_ring
+from dakrun.lab.bench.gemm import GemmChains, measure_gemm
+from dakrun.lab.bench.gemm_sweep import (
+    DEFAULT_SHAPES,
+    GemmCase,
+    GemmSweep,
+    Shape,
+    gemm_sweep,
+    parse_shape,
+)
+from dakrun.lab.bench.output import Record, as_text, check_output, commit, render, write
+from dakrun.lab.bench.rows import GemmRow, columns
+from dakrun.lab.bench.sweep import (
+    TURNING_POINT,
+    Forecast,
+    buffer_bytes,
+    forecast,
+    parse_ratio,
+    remote_units,
+)
+from dakrun.lab.bench.tiers import allocate, whole
+from dakrun.lab.probe.chain import launch_seconds
 from dakrun.launches import TierAccess, few_rows
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
-from dakrun.probe.chain import launch_seconds
 
 PRODUCTS = Products(torch.device("cpu"), PORTABLE)
 
@@ -122,7 +122,7 @@ def test_malformed_shapes(text: str, said: str, hint: str) -> None:
 
 
 def test_pure_parts_start_without_torch() -> None:
-    code = "import sys, dakrun.bench, dakrun.cli; print(*sys.modules)"
+    code = "import sys, dakrun.lab.bench, dakrun.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "numpy", "rich", "transformers"} & set(done.stdout.split())
@@ -437,7 +437,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel, the SMs that it runs on, and the choice of kernels for a GPU.
     on_the_cpu(monkeypatch)
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", multiply)
-    monkeypatch.setattr("dakrun.bench.gemm.Products", lambda *_: PRODUCTS)
+    monkeypatch.setattr("dakrun.lab.bench.gemm.Products", lambda *_: PRODUCTS)
 
 
 def new_chains(buffers: dict[str, torch.Tensor]) -> GemmChains:
@@ -454,7 +454,7 @@ def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPat
         launch()
         return [once * len(seen) / 3] * runs
 
-    monkeypatch.setattr("dakrun.probe.chain.graph_seconds", seconds)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.probe.chain.graph_seconds", seconds)  # needs a GPU
     found = launch_seconds(seen.append, 3, replays=5)
     assert found == pytest.approx([once / 3] * 5)
     assert seen == [0, 1, 2] * rounds
@@ -497,8 +497,10 @@ def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
 def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = without_a_gpu(monkeypatch)
     compiled: list[tuple[str, dict[str, int]]] = []
-    monkeypatch.setattr("dakrun.bench.gemm.architecture", lambda _: "sm_90a")
-    monkeypatch.setattr("dakrun.bench.gemm.compile_ahead", lambda some, _: compiled.extend(some))
+    monkeypatch.setattr("dakrun.lab.bench.gemm.architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(
+        "dakrun.lab.bench.gemm.compile_ahead", lambda some, _: compiled.extend(some)
+    )
     wanted = sweep(
         shapes=("160x64", "64x160"), rows=(1, 8), ratios=("0", TURNING_POINT, "1"), ablations=True
     )

@@ -20,10 +20,13 @@ from benched import HEAD, refused, run
 from peers import readable_peer, with_peers
 from rich.console import Console
 
-from dakrun.bench.ceilings import Ceilings
-from dakrun.bench.model import ROUNDS, measure_model, requests
-from dakrun.bench.model_plot import draw, ideal_s, lines
-from dakrun.bench.model_rows import (
+from dakrun.config import Workload
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import LOCAL, load_profile
+from dakrun.lab.bench.ceilings import Ceilings
+from dakrun.lab.bench.model import ROUNDS, measure_model, requests
+from dakrun.lab.bench.model_plot import draw, ideal_s, lines
+from dakrun.lab.bench.model_rows import (
     ModelRow,
     Run,
     failed_row,
@@ -32,12 +35,9 @@ from dakrun.bench.model_rows import (
     measured_row,
     model_columns,
 )
-from dakrun.bench.model_sweep import ModelCase, ModelSweep, model_sweep
-from dakrun.bench.output import Record, as_text, render
-from dakrun.bench.rival import RivalStep
-from dakrun.config import Workload
-from dakrun.errors import CannotRun, UsageError
-from dakrun.hardware import LOCAL, load_profile
+from dakrun.lab.bench.model_sweep import ModelCase, ModelSweep, model_sweep
+from dakrun.lab.bench.output import Record, as_text, render
+from dakrun.lab.bench.rival import RivalStep
 from dakrun.llm import LLM
 from dakrun.models import known_model
 from dakrun.plan import Links, Plan, Policy, make_plan, predict_prefill
@@ -366,8 +366,8 @@ def tiny(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     """Options for a tiny model on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # An LLM that fails on request, and fewer rounds.
-    monkeypatch.setattr("dakrun.bench.model.LLM", Fussy)
-    monkeypatch.setattr("dakrun.bench.model.ROUNDS", 2)
+    monkeypatch.setattr("dakrun.lab.bench.model.LLM", Fussy)
+    monkeypatch.setattr("dakrun.lab.bench.model.ROUNDS", 2)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--model", NAME])
     return ("--model", path, "--profile", "cpu", "--prompt-len", 4, "--new-tokens", 5)
 
@@ -436,8 +436,8 @@ def of_a_rival(
         return RivalStep(3.0 + 100 * whole, whole)
 
     # A rival runs on GPUs alone.
-    monkeypatch.setattr("dakrun.bench.rival.rival_step", step)
-    monkeypatch.setattr("dakrun.bench.run.check_device", lambda _: None)
+    monkeypatch.setattr("dakrun.lab.bench.rival.rival_step", step)
+    monkeypatch.setattr("dakrun.lab.bench.run.check_device", lambda _: None)
     points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.55)
     result = run(*tiny, *points, *options, "--json")
     assert result.exit_code == 0, result.stderr
@@ -514,7 +514,7 @@ def test_memory_that_runs_out(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("dakrun.bench.model.LLM", fail)  # an LLM that is too large
+    monkeypatch.setattr("dakrun.lab.bench.model.LLM", fail)  # an LLM that is too large
     refused(run(*tiny), 3, "memory ran out: no more", "smaller batches")
 
 

@@ -6,11 +6,11 @@ import pytest
 import tiny_models
 import torch
 
-from dakrun.bench.on_demand import BUFFERS, Buffers, OnDemandExperts, Sizes, built, drawn
-from dakrun.bench.prefetch import decoder_layers
-from dakrun.bench.rival import Step, meta_model, rival_step
 from dakrun.config import ModelConfig, Popularity
 from dakrun.errors import UsageError
+from dakrun.lab.bench.on_demand import BUFFERS, Buffers, OnDemandExperts, Sizes, built, drawn
+from dakrun.lab.bench.prefetch import decoder_layers
+from dakrun.lab.bench.rival import Step, meta_model, rival_step
 from dakrun.models import parse_model_config
 from dakrun.models.popularity import with_popularity
 

@@ -14,13 +14,13 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dakrun.bench.prefetch import Prefetch, built, decoder_layers, offloaded, spread, tier_bytes
-from dakrun.bench.rival import Step, meta_model
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
+from dakrun.lab.bench.prefetch import Prefetch, built, decoder_layers, offloaded, spread, tier_bytes
+from dakrun.lab.bench.rival import Step, meta_model
+from dakrun.lab.probe.chain import captured
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model, parse_model_config
-from dakrun.probe.chain import captured
 
 CPU = torch.device("cpu")
 LAYERS = 7

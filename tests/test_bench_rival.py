@@ -7,8 +7,8 @@ import pytest
 import tiny_models
 import torch
 
-from dakrun.bench.rival import RivalStep, Step, rival_step, transformers_config
 from dakrun.config import ModelConfig
+from dakrun.lab.bench.rival import RivalStep, Step, rival_step, transformers_config
 from dakrun.models import known_model, known_names, parse_model_config
 
 TINY = tuple(tiny_models.CONFIGS)
@@ -45,7 +45,7 @@ def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatc
             launch()
         return [0.1, 0.3, 0.2]
 
-    monkeypatch.setattr("dakrun.bench.rival.graph_seconds", seconds)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.bench.rival.graph_seconds", seconds)  # needs a GPU
     config = replace(tiny("llama-gqa3-tied"), dtype="bfloat16")
     device = torch.device("cpu")
     sizes = {"batch_size": 2, "prompt_len": 5, "new_tokens": new_tokens}

@@ -20,7 +20,7 @@ from dakrun.hardware import (
     why_no_kernels,
 )
 from dakrun.kernels.runtime import has_kernels
-from dakrun.probe.run import kept_or_measured
+from dakrun.lab.probe.run import kept_or_measured
 
 ROOT = Path(__file__).resolve().parent.parent
 RTX = "rtx-pro-6000"
@@ -200,7 +200,7 @@ def test_a_card_without_kernels_is_not_measured_by_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("measured"))
-    monkeypatch.setattr("dakrun.probe.run.device_name", lambda _: card)
+    monkeypatch.setattr("dakrun.lab.probe.run.device_name", lambda _: card)
     said: list[str] = []
     assert kept_or_measured("cuda", said.append).name == RTX
     assert said[-1] == f"not measured: {card} does not run the kernels that measure it"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.hardware import OpCosts, Sweep, load_profile, shipped_profiles
-from dakrun.probe.congestion import (
+from dakrun.lab.probe.congestion import (
     MIN_KEPT,
     TierReading,
     arithmetic_rates,

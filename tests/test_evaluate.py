@@ -16,11 +16,12 @@ from click.testing import Result as Ended
 
 from dakrun.cli import main
 from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
-from dakrun.evaluate import Scope, evaluate
-from dakrun.evaluate.cases import attention_case, link_reads, product_case
-from dakrun.evaluate.figures import FIGURES
-from dakrun.evaluate.measure import Measurer
-from dakrun.evaluate.points import (
+from dakrun.hardware import LOCAL, Card, load_profile
+from dakrun.lab.evaluate import Scope, evaluate
+from dakrun.lab.evaluate.cases import attention_case, link_reads, product_case
+from dakrun.lab.evaluate.figures import FIGURES
+from dakrun.lab.evaluate.measure import Measurer
+from dakrun.lab.evaluate.points import (
     AttentionPoint,
     Entry,
     FilePoint,
@@ -30,11 +31,10 @@ from dakrun.evaluate.points import (
     Result,
     StepPoint,
 )
-from dakrun.evaluate.predict import predict, short
-from dakrun.evaluate.run import ceilings_of, describe, in_order
-from dakrun.evaluate.store import Store, read_run
-from dakrun.evaluate.tiny import NAME, tiny_model
-from dakrun.hardware import LOCAL, Card, load_profile
+from dakrun.lab.evaluate.predict import predict, short
+from dakrun.lab.evaluate.run import ceilings_of, describe, in_order
+from dakrun.lab.evaluate.store import Store, read_run
+from dakrun.lab.evaluate.tiny import NAME, tiny_model
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 
@@ -88,8 +88,8 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def few_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dakrun.evaluate.scope.QUICK_STEPS", 2)
-        patch.setattr("dakrun.bench.model.WARM_UP_TOKENS", 1)
+        patch.setattr("dakrun.lab.evaluate.scope.QUICK_STEPS", 2)
+        patch.setattr("dakrun.lab.bench.model.WARM_UP_TOKENS", 1)
         yield
 
 
@@ -225,7 +225,7 @@ FIG9 = {"fig9": FIGURES["fig9"]}
 
 def test_a_budget_takes_the_first_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("dakrun.evaluate.run.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("dakrun.lab.evaluate.run.time.perf_counter", lambda: next(clock))
     store, taken = Store(tmp_path, "mine"), []
 
     def find(point: Point) -> Result:
@@ -377,7 +377,7 @@ def test_an_op_that_a_model_lacks_is_a_points_problem(measurer: Measurer) -> Non
 def test_an_unexpected_error_is_a_points_problem(
     measurer: Measurer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dakrun.evaluate.measure.op_on_cpu", lambda *_: {}["x"])
+    monkeypatch.setattr("dakrun.lab.evaluate.measure.op_on_cpu", lambda *_: {}["x"])
     point = ProductPoint(model=NAME, op="qkv", n=1, ratio=0.0)
     assert measurer(point) == Result(source="measured", problem="KeyError: 'x'")
 
@@ -388,7 +388,7 @@ def test_a_model_that_does_not_fit_is_a_points_problem(
     def refuse(*_: object) -> None:
         raise CannotRun("the plan needs 3 GB", hint="none")
 
-    monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
+    monkeypatch.setattr("dakrun.lab.evaluate.steps.Steps.step", refuse)
     found = measurer(StepPoint(model=NAME, new_tokens=2))
     assert found.problem == "the plan needs 3 GB" and found.short_of_memory is None
 
@@ -403,7 +403,7 @@ def test_memory_that_runs_out_is_told_from_other_problems(
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
+    monkeypatch.setattr("dakrun.lab.evaluate.steps.Steps.step", refuse)
     found = measurer(StepPoint(model=NAME, new_tokens=2))
     assert found.problem is not None and found.problem.endswith("no more")
     assert (found.short_of_memory, found.again) == (True, again)
@@ -415,8 +415,8 @@ def test_a_foreseen_lack_of_memory_is_the_reason(
     def refuse(*_: object) -> None:
         raise CannotRun("the budgets are 3 GB too small", hint="none")
 
-    monkeypatch.setattr("dakrun.evaluate.steps.Steps.step", refuse)
-    monkeypatch.setattr("dakrun.evaluate.measure.predict", lambda *_: short("needs 3 GB"))
+    monkeypatch.setattr("dakrun.lab.evaluate.steps.Steps.step", refuse)
+    monkeypatch.setattr("dakrun.lab.evaluate.measure.predict", lambda *_: short("needs 3 GB"))
     expected = Result(source="measured", problem="needs 3 GB", short_of_memory=True)
     assert measurer(StepPoint(model=NAME, new_tokens=2)) == expected
 
@@ -424,10 +424,10 @@ def test_a_foreseen_lack_of_memory_is_the_reason(
 def test_an_ablated_model_runs_on_a_card_without_the_techniques(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dakrun.bench.ceilings import Ceilings
     from dakrun.engine import direct_accesses
-    from dakrun.evaluate.steps import Steps
     from dakrun.kernels.runtime import card_of
+    from dakrun.lab.bench.ceilings import Ceilings
+    from dakrun.lab.evaluate.steps import Steps
     from dakrun.launches import TierAccess, split_row_blocks
 
     here, gpu = scope(models={STEP.model: tiny_model()}), torch.device("cuda", 0)
@@ -442,7 +442,7 @@ def test_an_ablated_model_runs_on_a_card_without_the_techniques(
             given.append(card_of(gpu))
             raise CannotRun("enough is known", hint="none")
 
-    monkeypatch.setattr("dakrun.evaluate.steps.ModelBench", Bench)
+    monkeypatch.setattr("dakrun.lab.evaluate.steps.ModelBench", Bench)
     steps = Steps(here, gpu, Ceilings({LOCAL: 4e12}), {STEP.model: NAME})
     for without in ((), ("alignment", "multicast", "window")):
         with pytest.raises(CannotRun, match="enough"):
@@ -463,7 +463,7 @@ def test_an_error_of_a_gpu_that_still_works_is_a_points_problem(
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: invalid argument")
 
-    monkeypatch.setattr("dakrun.evaluate.measure.op_on_cpu", fail)
+    monkeypatch.setattr("dakrun.lab.evaluate.measure.op_on_cpu", fail)
     monkeypatch.setattr(Measurer, "_works", lambda _: works)
     point = ProductPoint(model=NAME, op="qkv", n=1, ratio=0.0)
     if works:
@@ -480,7 +480,7 @@ def test_rivals_need_a_gpu(by: str, measurer: Measurer) -> None:
 
 
 def test_rivals_that_are_missing_say_so() -> None:
-    from dakrun.evaluate.rivals import rival
+    from dakrun.lab.evaluate.rivals import rival
 
     gpu = torch.device("cuda")
     config = tiny_model()
@@ -493,7 +493,7 @@ def test_rivals_that_are_missing_say_so() -> None:
 
 
 def test_weights_of_rivals_repeat_random_values() -> None:
-    from dakrun.evaluate.rivals import _fill
+    from dakrun.lab.evaluate.rivals import _fill
 
     weight = torch.nn.Parameter(torch.full((4, 6), torch.nan), requires_grad=False)
     block = torch.randn(7)
@@ -533,7 +533,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     """Measures single ops with buffers of a CPU, whose launches and rates are made up."""
     on_the_cpu(monkeypatch)
     hold_to(H200, monkeypatch)
-    from dakrun.evaluate import kernels as module
+    from dakrun.lab.evaluate import kernels as module
 
     monkeypatch.setattr(module, "allocate", allocate_tiers)
     monkeypatch.setattr(module, "Products", FakeProducts)
@@ -541,7 +541,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(module, "read_window", lambda readers, _: [1e9 * r.ctas for r in readers])
     monkeypatch.setattr(module, "READ_BYTES", {LOCAL: 2**24, "remote": 2**22})
-    monkeypatch.setattr("dakrun.bench.attention.splitk_flash_attn", lambda *_, **__: None)
+    monkeypatch.setattr("dakrun.lab.bench.attention.splitk_flash_attn", lambda *_, **__: None)
     small = replace(module.QUICK, chain_bytes=2**20, min_launches=2)
     monkeypatch.setattr(module, "QUICK", small)
     model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)

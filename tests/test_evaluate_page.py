@@ -6,8 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dakrun.evaluate.figures import FIGURES
-from dakrun.evaluate.figures.base import (
+from dakrun.hardware import load_profile
+from dakrun.lab.evaluate.figures import FIGURES
+from dakrun.lab.evaluate.figures.base import (
     brief,
     crossing,
     factors,
@@ -17,13 +18,12 @@ from dakrun.evaluate.figures.base import (
     panel_of,
     thresholds,
 )
-from dakrun.evaluate.figures.paper_ratios import paper_ratios
-from dakrun.evaluate.figures.ratios import SmallBatch, remote_reads
-from dakrun.evaluate.figures.strategies import Strategies
-from dakrun.evaluate.panel import Panel, Series, limits, stack, usable
-from dakrun.evaluate.points import Entry, FigureData, Result, StepPoint
-from dakrun.evaluate.scope import Scope
-from dakrun.hardware import load_profile
+from dakrun.lab.evaluate.figures.paper_ratios import paper_ratios
+from dakrun.lab.evaluate.figures.ratios import SmallBatch, remote_reads
+from dakrun.lab.evaluate.figures.strategies import Strategies
+from dakrun.lab.evaluate.panel import Panel, Series, limits, stack, usable
+from dakrun.lab.evaluate.points import Entry, FigureData, Result, StepPoint
+from dakrun.lab.evaluate.scope import Scope
 from dakrun.models.known import known_model
 
 MODELS = ("opt-30b", "opt-6.7b")
@@ -103,7 +103,7 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def text() -> str:
     pytest.importorskip("matplotlib")
-    from dakrun.evaluate.page import page
+    from dakrun.lab.evaluate.page import page
 
     scope = scope_of()
     run = {"machine": "a machine <1>", "command": "dakrun evaluate --quick -o out"}
@@ -146,7 +146,7 @@ def test_predicted_against_measured(text: str) -> None:
 
 def test_missing_points_are_drawn_with_their_reason() -> None:
     pytest.importorskip("matplotlib")
-    from dakrun.evaluate.page import page
+    from dakrun.lab.evaluate.page import page
 
     scope = scope_of()
     fig8 = FIGURES["fig8"]
@@ -164,7 +164,7 @@ def test_missing_points_are_drawn_with_their_reason() -> None:
 
 def test_a_lack_of_memory_is_counted() -> None:
     pytest.importorskip("matplotlib")
-    from dakrun.evaluate.page import page
+    from dakrun.lab.evaluate.page import page
 
     scope, fig10 = scope_of(), FIGURES["fig10"]
     large = Result(source="measured", problem="needs 99.0 GB", short_of_memory=True)
@@ -177,7 +177,7 @@ def test_a_lack_of_memory_is_counted() -> None:
 
 def test_a_page_without_any_result() -> None:
     pytest.importorskip("matplotlib")
-    from dakrun.evaluate.page import page
+    from dakrun.lab.evaluate.page import page
 
     scope = scope_of()
     found = {name: FigureData(figure.entries(scope)) for name, figure in FIGURES.items()}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from dakrun.hardware import RemoteTier, Sweep, load_profile
-from dakrun.probe.table import Grid, grid, grids, heat_map, short_bytes
+from dakrun.lab.probe.table import Grid, grid, grids, heat_map, short_bytes
 
 HOST = RemoteTier(
     name="host",

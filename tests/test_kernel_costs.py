@@ -10,19 +10,19 @@ import torch
 from cards import H200, PORTABLE
 
 from dakrun.hardware import Sweep
-from dakrun.launches import GemmConfig, TierAccess
-from dakrun.memory.matrix import TieredMatrix
-from dakrun.probe.attention_costs import attention_sweep, sampling_sweep
-from dakrun.probe.chain import Launch
-from dakrun.probe.gemm_costs import (
+from dakrun.lab.probe.attention_costs import attention_sweep, sampling_sweep
+from dakrun.lab.probe.chain import Launch
+from dakrun.lab.probe.gemm_costs import (
     QUANTIZED_FORMATS,
     linear_sweep,
     many_rows_sweep,
     norm_sweep,
     staged_seconds,
 )
-from dakrun.probe.measurement import MIB, QUICK
-from dakrun.probe.sweeps import Bench, Buffer
+from dakrun.lab.probe.measurement import MIB, QUICK
+from dakrun.lab.probe.sweeps import Bench, Buffer
+from dakrun.launches import GemmConfig, TierAccess
+from dakrun.memory.matrix import TieredMatrix
 
 SMS = 132
 NORM_COLS, VOCABULARIES = (4096, 8192), (2**15, 2**17)
@@ -143,16 +143,16 @@ def bench() -> Bench:
 def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches(bench.hbm.tensor)
     # Kernels and CUDA graphs need a GPU.
-    gemm, attention = "dakrun.probe.gemm_costs", "dakrun.probe.attention_costs"
+    gemm, attention = "dakrun.lab.probe.gemm_costs", "dakrun.lab.probe.attention_costs"
     monkeypatch.setattr(f"{gemm}.normalize", found.normalize)
     monkeypatch.setattr(f"{gemm}.Products", lambda *_: found)
     monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
     monkeypatch.setattr(f"{attention}.select_token", found.select_token)
-    monkeypatch.setattr("dakrun.probe.chain.graph_seconds", found.seconds)
-    monkeypatch.setattr("dakrun.probe.chain.recorded", lambda launch: launch)
-    monkeypatch.setattr("dakrun.probe.chain._replayed", found.launched)
-    monkeypatch.setattr("dakrun.probe.chain.MIN_SECONDS", 1e-4)
-    monkeypatch.setattr("dakrun.probe.chain.LOAD_SECONDS", 0.0)
+    monkeypatch.setattr("dakrun.lab.probe.chain.graph_seconds", found.seconds)
+    monkeypatch.setattr("dakrun.lab.probe.chain.recorded", lambda launch: launch)
+    monkeypatch.setattr("dakrun.lab.probe.chain._replayed", found.launched)
+    monkeypatch.setattr("dakrun.lab.probe.chain.MIN_SECONDS", 1e-4)
+    monkeypatch.setattr("dakrun.lab.probe.chain.LOAD_SECONDS", 0.0)
     return found
 
 
@@ -264,8 +264,8 @@ def test_few_logits_are_enough(
         return [1.0] * replays
 
     # Counts operands, of fewer logits than fit a GPU.
-    monkeypatch.setattr("dakrun.probe.attention_costs.launch_seconds", seconds)
-    monkeypatch.setattr("dakrun.probe.attention_costs.MAX_LOGITS", 50)
+    monkeypatch.setattr("dakrun.lab.probe.attention_costs.launch_seconds", seconds)
+    monkeypatch.setattr("dakrun.lab.probe.attention_costs.MAX_LOGITS", 50)
     sampling_sweep(replace(bench, effort=replace(bench.effort, slots=(8, 64))))
     assert counts == [50, 48, 24, 6]
 
@@ -323,9 +323,9 @@ def test_staging_is_what_it_adds(
         launches.read(x, weight, pdl)
 
     # Kernels, copies and graphs need a GPU, and the CPU a smaller weight.
-    monkeypatch.setattr("dakrun.probe.gemm_costs.splitk_gemm", product)
-    monkeypatch.setattr("dakrun.probe.gemm_costs.Staging", Staging)
-    monkeypatch.setattr("dakrun.probe.gemm_costs.graph_seconds", seconds)
-    monkeypatch.setattr("dakrun.probe.gemm_costs.WEIGHT_ROW_BLOCKS", 64)
+    monkeypatch.setattr("dakrun.lab.probe.gemm_costs.splitk_gemm", product)
+    monkeypatch.setattr("dakrun.lab.probe.gemm_costs.Staging", Staging)
+    monkeypatch.setattr("dakrun.lab.probe.gemm_costs.graph_seconds", seconds)
+    monkeypatch.setattr("dakrun.lab.probe.gemm_costs.WEIGHT_ROW_BLOCKS", 64)
     found = staged_seconds(bench, far)
     assert found == pytest.approx([STAGED_S] * bench.effort.runs)

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a part (a module or folder of dakrun) imports from its own layer and below.
 LAYERS = (
     ("cli", "__main__"),
-    ("evaluate", "ray"),
-    ("bench", "demo", "report", "llm", "generate"),
-    ("engine", "probe"),
+    ("lab", "ray"),
+    ("demo", "report", "llm", "generate"),
+    ("engine",),
     ("nn", "requests"),
     ("weights",),
     ("kernels",),
@@ -190,7 +190,7 @@ def test_a_violation_is_found(module: str, source: str, message: str) -> None:
         ("dakrun.memory.host", "import torch, cupy\nfrom dakrun.errors import CannotRun"),
         ("dakrun.weights.checkpoint", "from dakrun.plan.planner import Plan"),
         ("dakrun.kernels.runtime.nvrtc", "from cuda.bindings import nvrtc"),
-        ("dakrun.probe.gpu", "from dakrun import memory"),
+        ("dakrun.lab.probe.gpu", "from dakrun import memory"),
         ("dakrun.__init__", "if TYPE_CHECKING:\n    from dakrun.llm import LLM"),
         ("dakrun.models.decoder", "if TYPE_CHECKING:\n    import torch"),
     ],
@@ -208,7 +208,7 @@ def loaded_by(*modules: str) -> list[str]:
 
 
 def test_cli_and_probe_import_late() -> None:
-    assert loaded_by("dakrun.cli.main", "dakrun.probe", "dakrun.probe.table") == []
+    assert loaded_by("dakrun.cli.main", "dakrun.lab.probe", "dakrun.lab.probe.table") == []
 
 
 def test_light_parts_stay_light_through_what_they_import() -> None:

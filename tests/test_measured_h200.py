@@ -4,11 +4,11 @@ import pytest
 
 from dakrun.config import Dtype, Workload
 from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.lab.probe.congestion import fixed_cost
+from dakrun.lab.probe.measurement import FULL
 from dakrun.models import known_model
 from dakrun.plan import Policy, linear_op, make_plan, predicted_time
 from dakrun.plan.cta_model import read_times
-from dakrun.probe.congestion import fixed_cost
-from dakrun.probe.measurement import FULL
 
 KIB, MIB = 2**10, 2**20
 PROFILE = load_profile("h200-pcie5")

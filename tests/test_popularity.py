@@ -12,12 +12,12 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from dakrun.bench.model_rows import limit_s
 from dakrun.cli.main import main
 from dakrun.config import ModelConfig, Popularity, Routing, SamplingParams, Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import load_profile
 from dakrun.kernels.experts.reference import choose
+from dakrun.lab.bench.model_rows import limit_s
 from dakrun.llm import LLM
 from dakrun.models import decoder_of, known_model, popularity, read_model_config
 from dakrun.models.experts import Experts

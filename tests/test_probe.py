@@ -24,11 +24,9 @@ from dakrun.hardware import (
     parse_profile,
     profile_text,
 )
-from dakrun.models import known_model
-from dakrun.plan import Policy, make_plan
-from dakrun.probe import run as probe
-from dakrun.probe.cpu import measure_cpu
-from dakrun.probe.cpu_costs import (
+from dakrun.lab.probe import run as probe
+from dakrun.lab.probe.cpu import measure_cpu
+from dakrun.lab.probe.cpu_costs import (
     Sizes,
     Stopwatch,
     attention_costs,
@@ -36,8 +34,10 @@ from dakrun.probe.cpu_costs import (
     norm_costs,
     sampling_costs,
 )
-from dakrun.probe.measurement import Measurement, provenance, spread
-from dakrun.probe.table import facts, render
+from dakrun.lab.probe.measurement import Measurement, provenance, spread
+from dakrun.lab.probe.table import facts, render
+from dakrun.models import known_model
+from dakrun.plan import Policy, make_plan
 
 TINY = Sizes(
     buffer_bytes=2**18, caches=0, weight_size=16, batch_sizes=(1, 8, 64), seconds=0.0, runs=3
@@ -55,8 +55,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, and tiny sizes."""
     see_gpus(monkeypatch)
     # The command offers no sizes.
-    monkeypatch.setattr("dakrun.probe.cpu.FULL", TINY)
-    monkeypatch.setattr("dakrun.probe.cpu.QUICK", dataclasses.replace(TINY, batch_sizes=(8,)))
+    monkeypatch.setattr("dakrun.lab.probe.cpu.FULL", TINY)
+    monkeypatch.setattr("dakrun.lab.probe.cpu.QUICK", dataclasses.replace(TINY, batch_sizes=(8,)))
 
 
 def run(*args: str) -> Result:
@@ -90,7 +90,7 @@ def test_costs_are_of_ops_with_and_without_work(monkeypatch: pytest.MonkeyPatch)
         return (1e-5 if "fixed" in name else 3e-5) * (4 if "float32" in name else 1)
 
     # A machine's own times would differ from run to run.
-    monkeypatch.setattr("dakrun.probe.cpu_costs.Stopwatch.seconds", seconds)
+    monkeypatch.setattr("dakrun.lab.probe.cpu_costs.Stopwatch.seconds", seconds)
     watch, read = Stopwatch(TINY), 1e12
     rate = {dtype: ComputeRate(peak=1e15) for dtype in ("float32", "bfloat16")}
     found = attention_costs(watch, torch.rand(2**16), rate, read)
@@ -163,7 +163,7 @@ def test_a_kept_profile_is_found(empty_cache: Path) -> None:
 def test_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setattr("dakrun.probe.run.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("dakrun.lab.probe.run.measure", lambda *_, **__: pytest.fail("measured"))
     result = run("profile", *args)
     assert result.exit_code == 2 and result.stdout == ""
     assert said in result.stderr and "hint: " in result.stderr
@@ -185,7 +185,7 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dakrun.probe.cpu.available_host_memory", lambda: 3 * 2**18 - 1)
+    monkeypatch.setattr("dakrun.lab.probe.cpu.available_host_memory", lambda: 3 * 2**18 - 1)
     with pytest.raises(CannotRun, match=r"768\.00 KiB of memory"):
         measure_cpu("x", TINY)
 
@@ -228,8 +228,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str, boo
 
         see_gpus(monkeypatch, name)
         # A GPU takes its name from the driver, and minutes to measure.
-        monkeypatch.setattr("dakrun.probe.run.device_name", lambda device: name)
-        monkeypatch.setattr("dakrun.probe.run.measure", measure)
+        monkeypatch.setattr("dakrun.lab.probe.run.device_name", lambda device: name)
+        monkeypatch.setattr("dakrun.lab.probe.run.measure", measure)
         return measured
 
     return put
@@ -259,11 +259,11 @@ def test_a_gpu_that_cannot_be_measured(card: Card, monkeypatch: pytest.MonkeyPat
 
     said: list[str] = []
     card("NVIDIA H200")
-    monkeypatch.setattr("dakrun.probe.run.measure", fails)
+    monkeypatch.setattr("dakrun.lab.probe.run.measure", fails)
     assert probe.kept_or_measured("cuda", said.append).name == "h200-pcie5"
     assert said[-1] == "not measured: CuPy is not installed"
     card(CARD)
-    monkeypatch.setattr("dakrun.probe.run.measure", fails)
+    monkeypatch.setattr("dakrun.lab.probe.run.measure", fails)
     with pytest.raises(CannotRun, match="CuPy is not installed"):
         probe.kept_or_measured("cuda", said.append)
 
@@ -321,7 +321,7 @@ def test_a_profile_that_spreads_is_measured_again(
 ) -> None:
     found = [spreading("mine", *each) for each in spreads]
     coming, said = iter(found), list[str]()
-    monkeypatch.setattr("dakrun.probe.cpu.measure_cpu", lambda *_: _parts(next(coming)))
+    monkeypatch.setattr("dakrun.lab.probe.cpu.measure_cpu", lambda *_: _parts(next(coming)))
     assert probe.measure("mine", "cpu", note=said.append) == found[kept]
     assert next(coming, None) is None
     again = "1 of 2 figures spread by more than 5%, most of all figure 0 (20%): measuring once more"

@@ -21,9 +21,9 @@ from dakrun.geometry import (
 from dakrun.hardware import OpCosts, RemoteTier, Sweep, load_profile, parse_profile, profile_text
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import card_of, gpu_name, jit
-from dakrun.probe.congestion import PER_SM, grouped
-from dakrun.probe.gpu import GpuProbe, measure_gpu, measured_variants
-from dakrun.probe.measurement import (
+from dakrun.lab.probe.congestion import PER_SM, grouped
+from dakrun.lab.probe.gpu import GpuProbe, measure_gpu, measured_variants
+from dakrun.lab.probe.measurement import (
     FULL,
     KIB,
     MIB,
@@ -35,7 +35,7 @@ from dakrun.probe.measurement import (
     provenance,
     ring_for,
 )
-from dakrun.probe.sweeps import Bench, Buffer
+from dakrun.lab.probe.sweeps import Bench, Buffer
 
 GIB = 2**30
 
@@ -145,9 +145,11 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     # Sweeps need a GPU: those of a profile stand in.
     for kind in ("hbm", "l2", "direct", "congestion", "amplification", "multicast"):
         sweep = measured.sweeps[kind if kind in ("hbm", "l2") else f"host {kind}"]
-        monkeypatch.setattr(f"dakrun.probe.gpu.{kind}_sweep", lambda *_, sweep=sweep: sweep)
-    monkeypatch.setattr("dakrun.probe.gpu.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
-    monkeypatch.setattr("dakrun.probe.gpu.staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3))
+        monkeypatch.setattr(f"dakrun.lab.probe.gpu.{kind}_sweep", lambda *_, sweep=sweep: sweep)
+    monkeypatch.setattr("dakrun.lab.probe.gpu.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
+    monkeypatch.setattr(
+        "dakrun.lab.probe.gpu.staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3)
+    )
     hbm, host = (Buffer(torch.empty(64 * MIB, dtype=torch.uint8)) for _ in range(2))
     probe = GpuProbe(StillBench(H200, hbm, FULL))
     assert probe.ring == (32 * KIB, 6), "the ring that reads HBM fastest on all SMs"
@@ -245,7 +247,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ahead.extend(needed)
         return jit.compiling(needed, arch)
 
-    monkeypatch.setattr("dakrun.probe.gpu.compiling", compiling)  # to see what is compiled
+    monkeypatch.setattr("dakrun.lab.probe.gpu.compiling", compiling)  # to see what is compiled
     folder = tmp_path / "cubins"
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(tmp_path))
     jit._kernel.cache_clear()

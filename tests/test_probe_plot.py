@@ -13,9 +13,9 @@ from test_plot import png_size
 from dakrun.cli import main
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, Sweep, load_profile, parse_profile, profile_text
-from dakrun.probe import run as probe
-from dakrun.probe.plot import best_by_doubling, chains, curves, draw
-from dakrun.probe.table import render
+from dakrun.lab.probe import run as probe
+from dakrun.lab.probe.plot import best_by_doubling, chains, curves, draw
+from dakrun.lab.probe.table import render
 
 KIB, MIB = 2**10, 2**20
 SMS = 132

@@ -13,24 +13,24 @@ from test_bench_model import record as model_record
 from test_bench_model import row as model_row
 from test_bench_model import sweep as model_sweep
 
-from dakrun.bench.attention_sweep import attention_sweep
-from dakrun.bench.gemm_sweep import gemm_sweep
-from dakrun.bench.model_rows import model_columns
-from dakrun.bench.output import Record, as_text
-from dakrun.bench.output import render as render_bench
-from dakrun.bench.rows import columns as kernel_columns
 from dakrun.cli import doctor
 from dakrun.cli.console import WIDTH, width
 from dakrun.cli.doctor import Check
 from dakrun.config import Workload
 from dakrun.hardware import load_profile
+from dakrun.lab.bench.attention_sweep import attention_sweep
+from dakrun.lab.bench.gemm_sweep import gemm_sweep
+from dakrun.lab.bench.model_rows import model_columns
+from dakrun.lab.bench.output import Record, as_text
+from dakrun.lab.bench.output import render as render_bench
+from dakrun.lab.bench.rows import columns as kernel_columns
+from dakrun.lab.probe.measurement import Measurement
+from dakrun.lab.probe.run import Probe
+from dakrun.lab.probe.table import render as render_profile
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.plan.show.overview import Overview
 from dakrun.plan.show.table import render
-from dakrun.probe.measurement import Measurement
-from dakrun.probe.run import Probe
-from dakrun.probe.table import render as render_profile
 from dakrun.tables import Column, print_table
 from dakrun.terminal import summary
 

@@ -1,6 +1,6 @@
 """The command `dakrun bench` and its options for the subject and the output.
 
-Knows which options belong to models and which to a kernel; dakrun/bench checks their values.
+Knows which options belong to models and which to a kernel; dakrun/lab/bench checks their values.
 """
 
 import shlex
@@ -220,10 +220,10 @@ def bench(
     All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile,
     --limits.
     """
-    from dakrun.bench import run as benchmark
-    from dakrun.bench.output import as_text, check_output, render, write
+    from dakrun.lab.bench import run as benchmark
+    from dakrun.lab.bench.output import as_text, check_output, render, write
+    from dakrun.lab.probe.run import describe_profile
     from dakrun.plan.show import picture
-    from dakrun.probe.run import describe_profile
 
     subject = kernel or MODEL
     sweep = benchmark.parse_sweep(subject, _own_options(subject, given))
@@ -240,7 +240,7 @@ def bench(
         if output:
             write(record, output)
     if plot:
-        from dakrun.bench.model_plot import draw
+        from dakrun.lab.bench.model_plot import draw
 
         draw(record, plot)
     if form:

@@ -1,6 +1,6 @@
 """The checks of `dakrun doctor`, each with its finding, and with a remedy if something is missing.
 
-Checks Python packages, the profile and the cache folder; dakrun/probe/machine.py checks the
+Checks Python packages, the profile and the cache folder; dakrun/lab/probe/machine.py checks the
 hardware. CuPy and NVRTC are loaded in other processes, so that a crash there does no harm here.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dakrun.errors import DakrunError
 from dakrun.hardware import find_profile, gpu_names
-from dakrun.probe.machine import (
+from dakrun.lab.probe.machine import (
     Check,
     Gpu,
     direct_transport,

@@ -18,9 +18,9 @@ from dakrun.errors import CannotRun, UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig
-    from dakrun.evaluate.figures import Figure
-    from dakrun.evaluate.run import Progress
     from dakrun.hardware import HardwareProfile
+    from dakrun.lab.evaluate.figures import Figure
+    from dakrun.lab.evaluate.run import Progress
 
 MODELS, QUICK_MODELS = ("opt-30b", "opt-6.7b", "llama-2-7b"), ("opt-6.7b",)
 RIVALS = ("transformers", "prefetch", "accelerate", "vllm")
@@ -104,8 +104,8 @@ def evaluate(
     programs, and writes DIR/index.html with the paper's claims beside the results. Points that DIR
     has already are not measured again, but quick and full runs share none.
     """
-    from dakrun.evaluate import Scope, run
-    from dakrun.evaluate.store import Store
+    from dakrun.lab.evaluate import Scope, run
+    from dakrun.lab.evaluate.store import Store
     from dakrun.plan import Policy
 
     figures = _figures(only)
@@ -144,7 +144,7 @@ def _names(texts: Iterable[str]) -> list[str]:
 
 def _figures(only: str | None) -> "Mapping[str, Figure]":
     """The figures that --only names, in the page's order; UsageError for an unknown name."""
-    from dakrun.evaluate.figures import FIGURES
+    from dakrun.lab.evaluate.figures import FIGURES
 
     if only is None:
         return FIGURES
@@ -160,7 +160,7 @@ def _figures(only: str | None) -> "Mapping[str, Figure]":
 def _configs(names: list[str], *, tiny: bool, quick: bool) -> "dict[str, ModelConfig]":
     """The models by name; by default those of the paper, or the tiny one."""
     if tiny and not names:
-        from dakrun.evaluate.tiny import NAME, tiny_model
+        from dakrun.lab.evaluate.tiny import NAME, tiny_model
 
         return {NAME: tiny_model()}
     return {name: resolve_model(name, "auto") for name in names or _default(quick=quick)}
@@ -178,7 +178,7 @@ def _one_tier(tiers: tuple[str, ...], remote: str) -> tuple[str]:
 
 def _check_device(hardware: "HardwareProfile", device: Any) -> None:
     """Raise UsageError if the profile describes another kind of device than is measured."""
-    from dakrun.probe.run import measured_device
+    from dakrun.lab.probe.run import measured_device
 
     kind = measured_device(device)
     if hardware.device != kind:

@@ -44,7 +44,7 @@ def resolve_run_profile(
     auto measures a GPU that has no profile in the cache, and calls `note` with messages about it.
     """
     from dakrun.hardware import load_profile
-    from dakrun.probe.run import kept_or_measured, measured_device
+    from dakrun.lab.probe.run import kept_or_measured, measured_device
 
     if name != "auto":
         return load_profile(name)
@@ -53,7 +53,7 @@ def resolve_run_profile(
 
 def _warned(profile: "HardwareProfile", note: Callable[[str], None]) -> "HardwareProfile":
     """`profile`, which auto chose; `note` gets a warning if its figures spread."""
-    from dakrun.probe.run import spread_warning
+    from dakrun.lab.probe.run import spread_warning
 
     if (warning := spread_warning(profile)) is not None:
         note(warning)

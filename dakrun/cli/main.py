@@ -62,9 +62,9 @@ def profile(
     GPUs that it can read, or of the CPU. Without -o it goes to the cache folder, where --profile
     auto finds it.
     """
+    from dakrun.lab.probe import run as probe
+    from dakrun.lab.probe.table import render
     from dakrun.plan.show import picture
-    from dakrun.probe import run as probe
-    from dakrun.probe.table import render
 
     kind = probe.measured_device(device)
     path = probe.target(output, name, kind)
@@ -78,7 +78,7 @@ def profile(
     if (warning := probe.spread_warning(result.profile)) is not None:
         eprint(warning)
     if plot:
-        from dakrun.probe.plot import draw
+        from dakrun.lab.probe.plot import draw
 
         draw(result.profile, Path(plot))
 

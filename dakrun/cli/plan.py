@@ -80,10 +80,10 @@ def plan(
     from dataclasses import replace
 
     from dakrun.config import SamplingParams, model_len
+    from dakrun.lab.probe.run import describe_profile
     from dakrun.plan.show.json import overview_dict
     from dakrun.plan.show.overview import Overview
     from dakrun.plan.show.plot import plot_plan
-    from dakrun.probe.run import describe_profile
 
     params = SamplingParams(max_tokens=max_tokens)
     expected: ExpectedRun | None = None

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import ray
 
+from dakrun.lab.probe.run import kept_or_measured, measured_device
 from dakrun.llm import LLM
 from dakrun.memory.limits import available_host_memory
 from dakrun.plan import Policy, RunOptions
-from dakrun.probe.run import kept_or_measured, measured_device
 from dakrun.resources import cache_dir
 
 

@@ -1,0 +1,4 @@
+"""The measuring commands: bench/, probe/ (`dakrun profile`) and evaluate/, and their common parts.
+
+Importing this folder imports no torch.
+"""

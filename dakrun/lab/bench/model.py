@@ -1,0 +1,265 @@
+"""Decode steps of whole models compared with memory bandwidth: `dakrun bench --model`.
+
+The ceilings are measured first, in the same process: HBM and each remote tier alone, and the copy
+engine; on a CPU they are the profile's. For every point the model is loaded as `dakrun generate`
+loads it. It completes batches of requests of equal length, so that all slots are busy in every
+decode step: a short batch to warm up, then up to three timed ones. A time is the median of all
+steps. With --rival, the step of transformers (rival.py) is measured after the first point of each
+batch size: with everything in HBM, and for prefetch and on-demand also once for each ratio.
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from dakrun.config import SamplingParams
+from dakrun.engine import EngineStats, gpu_errors
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.lab.bench import model_rows
+from dakrun.lab.bench.ceilings import FULL, Ceilings
+from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
+from dakrun.lab.bench.output import Record, head
+from dakrun.lab.bench.tiers import measure_ceilings
+from dakrun.llm import LLM
+from dakrun.models.popularity import with_popularity
+from dakrun.plan import Links
+from dakrun.requests import Request, RowError
+from dakrun.units import format_seconds
+
+if TYPE_CHECKING:
+    from dakrun.lab.bench.rival import RivalStep
+
+WARM_UP_TOKENS = 4
+ROUNDS = 3
+MAX_SECONDS = 5.0  # no further batch begins this long after the first one
+HINT = "choose smaller batches or another --ratio, or end other programs that use the memory"
+
+
+def measure_model(
+    sweep: ModelSweep,
+    profile: HardwareProfile,
+    *,
+    command: str,
+    progress: Callable[[str], None],
+) -> Iterator[Record]:
+    """Measure all points of `sweep`; yields a record of all rows so far after each point.
+
+    Runs on torch's current GPU, or on the CPU if there is none; `profile` must describe that
+    device. A point that cannot run becomes a row without figures. Raises UsageError for another
+    device's profile, CannotRun if no point can run.
+    """
+    device = _device(profile)
+    bench = ModelBench(sweep, profile, device, progress)
+    points = list(sweep.points())
+    progress(f"points to measure of {sweep.name}: {len(points)}")
+    subject = {
+        "model": sweep.name,
+        "load_format": sweep.load_format,
+        "format": sweep.format,
+        "prompt_tokens": sweep.prompt_len,
+        "new_tokens": sweep.new_tokens,
+        "popularity": sweep.popularity,
+    }
+    header = head(subject, sweep.config.dtype, bench.ceilings, profile, command)
+    rows: list[model_rows.ModelRow] = []
+    refusal: CannotRun | None = None
+    for point in points:
+        try:
+            rows.append(bench.row(point))
+        except CannotRun as problem:
+            refusal = CannotRun(str(problem), hint=problem.hint)  # without the traceback
+            rows.append(model_rows.failed_row(point, str(problem)))
+        progress(f"{point}: {rows[-1].summary}")
+        yield Record(header, model_rows.model_columns(sweep), tuple(row.figures for row in rows))
+    if refusal and all(row.problem for row in rows):
+        raise refusal
+
+
+def _device(profile: HardwareProfile) -> torch.device:
+    """Torch's current GPU, or else the CPU; UsageError if `profile` describes the other."""
+    on_gpu = torch.cuda.is_available()
+    if (profile.device == "cuda") != on_gpu:
+        described = "a CPU" if on_gpu else "a GPU, and none is available here"
+        raise UsageError(
+            f"profile {profile.name} describes {described}",
+            hint="name another profile, or --profile auto",
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+class ModelBench:
+    """Measures the points of a sweep on a device, after its ceilings, unless they are given.
+
+    A point has up to `rounds` timed batches, ROUNDS by default.
+    """
+
+    def __init__(
+        self,
+        sweep: ModelSweep,
+        profile: HardwareProfile,
+        device: torch.device,
+        progress: Callable[[str], None],
+        *,
+        ceilings: Ceilings | None = None,
+        rounds: int | None = None,
+    ) -> None:
+        self.sweep, self.profile, self.device = sweep, profile, device
+        self._progress, self._count = progress, rounds or ROUNDS
+        self._free = self._free_bytes()  # before anything is allocated
+        self.ceilings = ceilings or self._measured()
+        self._rivals: dict[tuple[int, float], RivalStep | None] = {}  # by batch size and ratio
+
+    def row(self, point: ModelCase) -> model_rows.ModelRow:
+        """Measure a point and its rival; CannotRun if it does not fit."""
+        run = self.run(point)
+        return model_rows.measured_row(point, run, self._rival(point, run.plan.ratio))
+
+    def run(self, point: ModelCase) -> model_rows.Run:
+        """Measure a point; CannotRun if it does not fit."""
+        self._release()
+        try:
+            return self._run(point)
+        except (torch.OutOfMemoryError, MemoryError) as problem:
+            reason = str(problem).partition("\n")[0]
+            raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
+
+    def _run(self, point: ModelCase) -> model_rows.Run:
+        sweep = self.sweep
+        with LLM(
+            sweep.name,
+            dtype=sweep.config.dtype,
+            device="cuda" if self.device.type == "cuda" else "cpu",
+            profile=self.profile,
+            batch_size=point.batch_size,
+            max_model_len=sweep.prompt_len + sweep.new_tokens,
+            expected_prompt=sweep.prompt_len,
+            expected_tokens=sweep.new_tokens,
+            policy=point.policy(sweep.policy),
+            load_format=sweep.load_format,
+            format=sweep.format,
+            popularity=point.popularity(sweep.popularity),
+            choices=sweep.popularity if sweep.load_format == "dummy" else AUTO,
+        ) as llm:
+            if llm.fallback:
+                self._progress(f"runs on plain torch, slower than the kernels: {llm.fallback}")
+            llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
+            self._rounds(llm, point.batch_size)
+            stats, free = llm.engine.stats, self._free_bytes()
+            use = llm.engine.runner.expert_use
+            links = self._links(llm)
+            reads = use.tier_reads(llm.plan) if use else {}
+            return model_rows.Run(
+                plan=llm.plan,
+                step_s=stats.step_s,
+                ttft_s=stats.ttft_s,
+                prefill_s=stats.prefill_s * point.batch_size / stats.requests,
+                kv_bytes=stats.kv_bytes_read / len(stats.step_s),
+                limit_s=model_rows.limit_s(llm.plan, links, reads),
+                ceiling_bytes_per_s=links.total_rate(),
+                gap_s=llm.engine.runner.details().get("replay_gap_s"),
+                gpu_bytes=self._free - free if free else None,
+                experts_per_step=use.read_per_step() if use else None,
+                local_read_share=use.local_share(llm.plan) if use else None,
+                expert_reads=reads,
+            )
+
+    def _rounds(self, llm: LLM, batch_size: int) -> None:
+        """Run the batches; the engine's stats then cover the timed ones."""
+        sweep = self.sweep
+
+        def finish(new_tokens: int) -> None:
+            for result in llm.stream(requests(sweep, batch_size, new_tokens)):
+                if isinstance(result, RowError):
+                    raise CannotRun(result.message, hint="try --dtype bfloat16, or another model")
+
+        finish(min(WARM_UP_TOKENS, sweep.new_tokens))
+        llm.engine.stats = EngineStats()
+        if (use := llm.engine.runner.expert_use) is not None:
+            use.clear()
+        start = time.perf_counter()
+        for done in range(self._count):
+            if not done or time.perf_counter() - start < MAX_SECONDS:
+                finish(sweep.new_tokens)
+
+    def _rival(self, point: ModelCase, planned: float) -> model_rows.RivalRun | None:
+        """The rival's steps for a point whose plan has that ratio; None without a rival."""
+        sweep = self.sweep
+        if sweep.rival is None:
+            return None
+        ratio = planned if point.ratio == AUTO else point.ratio
+        best = self._rival_step(point.batch_size, 0.0)
+        step = best if sweep.rival == "transformers" else self._rival_step(point.batch_size, ratio)
+        return model_rows.RivalRun(
+            name=sweep.rival,
+            ratio=step.ratio if step else None,
+            step_s=step.seconds if step else None,
+            best_s=best.seconds if best else None,
+        )
+
+    def _rival_step(self, batch_size: int, ratio: float) -> "RivalStep | None":
+        """The rival's step, measured once; None, and a message, if it cannot run."""
+        sweep, key = self.sweep, (batch_size, ratio)
+        if key not in self._rivals:
+            from dakrun.lab.bench.rival import rival_step  # transformers takes seconds to import
+
+            self._release()
+            self._rivals[key] = None
+            try:
+                with gpu_errors():
+                    step = self._rivals[key] = rival_step(
+                        with_popularity(sweep.config, sweep.popularity, random=True),
+                        ratio=ratio,
+                        on_demand=sweep.rival == "on-demand" and ratio > 0,
+                        batch_size=batch_size,
+                        prompt_len=sweep.prompt_len,
+                        new_tokens=sweep.new_tokens,
+                        device=self.device,
+                    )
+                ratio, found = step.ratio, f"step {format_seconds(step.seconds)}"
+            except CannotRun as problem:
+                found = f"not measured: {problem}"
+            self._progress(f"{sweep.rival}, batch {batch_size}, {ratio:.2%} remote: {found}")
+        return self._rivals[key]
+
+    def _release(self) -> None:
+        """Free the memory of the last model, or of the error that ended it."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _measured(self) -> Ceilings:
+        """The ceilings of a GPU; for a CPU, whose tiers share its memory, those of the profile."""
+        remote = self.sweep.remote_tiers(self.profile)
+        if self.device.type == "cpu":
+            return Ceilings({LOCAL: self.profile.hbm_bytes_per_s})
+        return measure_ceilings(remote, FULL, self.device, copies=True)
+
+    def _links(self, llm: LLM) -> Links:
+        if self.device.type == "cpu":
+            return Links.of(self.profile, llm.plan.tiers[1:])
+        return model_rows.measured_links(self.ceilings, self.profile)
+
+    def _free_bytes(self) -> int:
+        """Free memory of the GPU; 0 on a CPU."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+
+def requests(sweep: ModelSweep, batch_size: int, new_tokens: int) -> list[Request]:
+    """A batch of prompts of random token ids with a fixed seed; end-of-sequence is ignored."""
+    draw = random.Random(0)
+    vocabulary = range(sweep.config.vocab_size)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    return [
+        Request(
+            id=str(number),
+            line=number + 1,
+            prompt_ids=tuple(draw.choices(vocabulary, k=sweep.prompt_len)),
+            params=params,
+        )
+        for number in range(batch_size)
+    ]

@@ -1,0 +1,29 @@
+"""The figures of the paper, by name and in the order of the page."""
+
+from dakrun.lab.evaluate.figures.ablations import Ablations
+from dakrun.lab.evaluate.figures.base import Figure
+from dakrun.lab.evaluate.figures.capacity import Capacity
+from dakrun.lab.evaluate.figures.link import LinkReads
+from dakrun.lab.evaluate.figures.multicast import LinkBytes, Multicast
+from dakrun.lab.evaluate.figures.ops import OpRatios
+from dakrun.lab.evaluate.figures.ours import Ours
+from dakrun.lab.evaluate.figures.ratios import LargeBatch, SmallBatch
+from dakrun.lab.evaluate.figures.strategies import Strategies
+
+FIGURES: dict[str, Figure] = {
+    figure.name: figure
+    for figure in (
+        SmallBatch(),
+        OpRatios(),
+        LinkReads(),
+        LinkBytes(),
+        LargeBatch(),
+        Capacity(),
+        Strategies(),
+        Ablations(),
+        Multicast(),
+        Ours(),
+    )
+}
+
+__all__ = ["FIGURES", "Figure"]

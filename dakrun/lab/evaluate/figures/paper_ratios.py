@@ -1,0 +1,88 @@
+"""Required ratios of figure 10 on GH200: the paper's, its way of counting, and the planner's.
+
+Knows the shipped profile alone; measures nothing.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from dakrun.hardware import load_profile
+from dakrun.lab.evaluate.scope import Scope
+from dakrun.models import known_model
+from dakrun.plan import Policy
+
+MODEL, ROOM = "opt-30b", 96_000_000_000
+PERCENT = {(32, 1024): 6.0, (128, 256): 10.0, (128, 512): 37.0, (128, 1024): 60.0}  # the paper's
+NEW_TOKENS = 32  # with which the paper's ratios can be derived
+
+
+@dataclass(frozen=True)
+class RequiredRatio:
+    """The ratio of bytes that must lie outside HBM for a batch of prompts, in percent.
+
+    `paper` is the paper's, `mixed` that of GiB of weights and decimal GB of KV in 96, `decimal`
+    that of GB of both, `planned` the one of dakrun's planner.
+    """
+
+    case: str
+    paper: float
+    mixed: float
+    decimal: float
+    planned: float
+
+
+@functools.cache
+def paper_ratios() -> tuple[RequiredRatio, ...]:
+    """The paper's cases that do not fit in 96 GB, from the profile `gh200`."""
+    return tuple(_ratio(case, percent) for case, percent in PERCENT.items())
+
+
+def counting() -> str:
+    """How the paper's ratios seem to be counted, with the outcome of that calculation."""
+    ratios = paper_ratios()
+    same = all(round(ratio.mixed) == ratio.paper for ratio in ratios)
+    shown = ", ".join(f"{ratio.mixed:.1f}%" for ratio in ratios)
+    return (
+        "The paper's required ratios seem to add GiB of weights to decimal GB of KV cache for "
+        f"{NEW_TOKENS} new tokens: this gives {shown}, which {'are' if same else 'are not'} its "
+        "figures when rounded. dakrun counts both in bytes, and whole KV blocks, activations, the "
+        "CUDA context and a reserve as well."
+    )
+
+
+def named(case: tuple[int, int]) -> str:
+    """A batch and prompt length in words."""
+    return f"{case[0]} x {case[1]:,}"
+
+
+def _ratio(case: tuple[int, int], paper: float) -> RequiredRatio:
+    batch, prompt = case
+    model = known_model(MODEL)
+    assert model is not None
+    scope = Scope(
+        models={MODEL: model},
+        profile=load_profile("gh200"),
+        remote="host",
+        quick=False,
+        predict=True,
+    )
+    plan = scope.plan(
+        MODEL,
+        batch_size=batch,
+        prompt_len=prompt,
+        new_tokens=NEW_TOKENS,
+        policy=Policy(hbm_budget=ROOM, remote=(scope.remote,)),
+    )
+    kv = model.kv_bytes_per_token * batch * (prompt + NEW_TOKENS)
+    return RequiredRatio(
+        named(case),
+        paper,
+        mixed=_outside(plan.weight_bytes * 1e9 / 2**30 + kv),
+        decimal=_outside(plan.weight_bytes + kv),
+        planned=100 * plan.required_ratio,
+    )
+
+
+def _outside(needed: float) -> float:
+    """The percent of `needed` bytes that do not fit in ROOM."""
+    return 100 * max(0.0, 1 - ROOM / needed)

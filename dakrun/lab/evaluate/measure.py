@@ -1,0 +1,148 @@
+"""Results of points measured on a GPU or a CPU, one after the other.
+
+steps.py measures models, kernels.py single ops and reads on a GPU, on_cpu.py single ops on a CPU,
+rivals.py other programs. What cannot be measured is a result with its `problem`.
+"""
+
+import gc
+import os
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dakrun.engine import gpu_errors
+from dakrun.errors import DakrunError, GpuFailed, OutOfGpuMemory
+from dakrun.hardware import LOCAL
+from dakrun.lab.bench.ceilings import FULL, Ceilings
+from dakrun.lab.bench.tiers import measure_ceilings
+from dakrun.lab.evaluate.cases import remote_names
+from dakrun.lab.evaluate.on_cpu import op_on_cpu
+from dakrun.lab.evaluate.points import (
+    AttentionPoint,
+    FilePoint,
+    Point,
+    ProductPoint,
+    ReadPoint,
+    Result,
+    StepPoint,
+)
+from dakrun.lab.evaluate.predict import predict
+from dakrun.lab.evaluate.rivals import rival
+from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.evaluate.steps import Steps
+from dakrun.lab.evaluate.tiny import NAME, write_tiny
+
+
+class Measurer:
+    """Measures points of `scope` on `device`; a context manager that frees what it holds.
+
+    `ceilings` are those of an earlier run; None measures them on a GPU, and takes the profile's for
+    a CPU.
+    """
+
+    def __init__(self, scope: Scope, device: torch.device, ceilings: Ceilings | None = None):
+        self.scope, self.device = scope, device
+        self.ceilings = ceilings or self._measured()
+        self._folder = tempfile.TemporaryDirectory(prefix="dakrun-evaluate-")
+        names = {name: name for name in scope.models}
+        if NAME in names:
+            write_tiny(Path(self._folder.name))
+            names[NAME] = self._folder.name
+        self._steps = Steps(scope, device, self.ceilings, names)
+        self._kernels = None
+        if device.type == "cuda":
+            from dakrun.lab.evaluate.kernels import Kernels
+
+            self._kernels = Kernels(scope, device)
+
+    def __enter__(self) -> "Measurer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._kernels and not any(isinstance(of, GpuFailed) for of in exc):
+            self._kernels.close()
+        self._folder.cleanup()
+
+    def __call__(self, point: Point) -> Result:
+        """Measure `point`. Raises GpuFailed if no later point can be measured in this process."""
+        planned = self._planned(point)
+        try:
+            with gpu_errors():
+                result = self._measure(point)
+        except GpuFailed as problem:
+            if not self._works():
+                raise
+            result = Result(source="measured", problem=str(problem))
+        except MemoryError as problem:
+            reason = f"memory ran out: {problem}"
+            result = Result(source="measured", problem=reason, short_of_memory=True, again=True)
+        except DakrunError as problem:
+            reason = (planned.problem if planned.short_of_memory else None) or str(problem)
+            short = planned.short_of_memory or isinstance(problem, OutOfGpuMemory) or None
+            result = Result(source="measured", problem=reason, short_of_memory=short)
+        except Exception as problem:  # one point must not end a run of hours
+            if os.environ.get("DAKRUN_DEBUG") == "1":
+                traceback.print_exc()
+            reason = str(problem).partition("\n")[0]
+            result = Result(source="measured", problem=f"{type(problem).__name__}: {reason}")
+        self._release()
+        if not self.scope.profile.comparable:
+            result = replace(result, predicted_s=None)  # of a nominal profile
+        elif result.predicted_s is None and result.seconds is not None:
+            result = replace(result, predicted_s=planned.seconds)
+        if result.problem and result.required_ratio is None:
+            result = replace(result, required_ratio=planned.required_ratio)
+        return result
+
+    def _measure(self, point: Point) -> Result:
+        if self._kernels and isinstance(point, StepPoint | FilePoint):
+            self._kernels.close()  # models need the memory
+        match point:
+            case StepPoint(by="dakrun"):
+                return self._steps.step(point)
+            case StepPoint():
+                return rival(point, self.scope.models[point.model], self.device)
+            case FilePoint():
+                return self._steps.file(point)
+        if self._kernels is None:
+            return op_on_cpu(point, self.scope)
+        match point:
+            case ProductPoint():
+                return self._kernels.product(point)
+            case AttentionPoint():
+                return self._kernels.attention(point)
+            case ReadPoint():
+                return self._kernels.read(point)
+        raise TypeError(f"no measurement for {point.kind}")
+
+    def _measured(self) -> Ceilings:
+        profile = self.scope.profile
+        tiers = [profile.tier(name) for name in remote_names(self.scope, self.scope.remote)]
+        if self.device.type == "cuda":
+            return measure_ceilings(tiers, FULL, self.device, copies=True)
+        rates = {tier.name: tier.direct_bytes_per_s for tier in tiers}
+        copied = {tier.name: tier.staged_bytes_per_s for tier in tiers}
+        return Ceilings({LOCAL: profile.hbm_bytes_per_s, **rates}, copied)
+
+    def _planned(self, point: Point) -> Result:
+        """The planner's result; one with the problem if it fails."""
+        try:
+            return predict(point, self.scope)
+        except Exception as problem:  # one point must not end a run of hours
+            return Result(source="predicted", problem=f"{type(problem).__name__}: {problem}")
+
+    def _works(self) -> bool:
+        """Whether the GPU still runs anything in this process."""
+        try:
+            return torch.zeros(1, device=self.device).item() == 0
+        except RuntimeError:
+            return False
+
+    def _release(self) -> None:
+        """Free the memory of the last point, or of the error that ended it."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()

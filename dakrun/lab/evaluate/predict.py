@@ -1,0 +1,280 @@
+"""Results of points from the planner and its cost model alone; needs no GPU."""
+
+import random
+from dataclasses import replace
+
+from dakrun.config import Workload
+from dakrun.errors import CannotRun, DakrunError
+from dakrun.hardware import LOCAL
+from dakrun.lab.evaluate.cases import (
+    attention_case,
+    foreseen,
+    link_reads,
+    product_case,
+    remote_names,
+)
+from dakrun.lab.evaluate.points import (
+    AttentionPoint,
+    FilePoint,
+    Point,
+    ProductPoint,
+    ReadPoint,
+    Result,
+    StepPoint,
+)
+from dakrun.lab.evaluate.scope import Scope
+from dakrun.plan import (
+    ExpectedRun,
+    Links,
+    Plan,
+    Policy,
+    choose_batch_size,
+    is_windowed,
+    make_plan,
+)
+from dakrun.requests import RowLengths
+
+ROOM = 10**15  # bytes
+SPARE = 1.05  # budgets count nominal GB, capacities the memory that is left
+NOT_MODELLED = "the planner does not model it"
+
+
+def predict(point: Point, scope: Scope) -> Result:
+    """The planner's result of `point`; where there is none, its `problem` says why."""
+    try:
+        match point:
+            case StepPoint():
+                return _step(point, scope)
+            case ProductPoint():
+                return _product(point, scope)
+            case AttentionPoint():
+                return _attention(point, scope)
+            case ReadPoint():
+                return _read(point, scope)
+            case FilePoint():
+                return _file(point, scope)
+    except DakrunError as problem:
+        return failed(str(problem))
+    raise TypeError(f"no prediction for {point.kind}")
+
+
+def failed(problem: str) -> Result:
+    return Result(source="predicted", problem=problem)
+
+
+def short(problem: str) -> Result:
+    """The result of a point for which there is too little memory."""
+    return replace(failed(problem), short_of_memory=True)
+
+
+def policy_of(point: StepPoint) -> Policy:
+    """The policy of the point's plan."""
+    return Policy(
+        hbm_budget=point.hbm_budget,
+        offload_ratio=point.ratio,
+        transport=point.transport,
+        strategy=point.strategy,
+        remote=(point.remote,),
+    )
+
+
+def plan_of(point: StepPoint, scope: Scope) -> Plan:
+    """The plan of a decode step; CannotRun if it does not fit."""
+    return scope.plan(
+        point.model,
+        batch_size=point.batch_size,
+        prompt_len=point.prompt_len,
+        new_tokens=point.new_tokens,
+        policy=policy_of(point),
+    )
+
+
+def of_plan(plan: Plan, batch_size: int) -> Result:
+    """The figures of a plan."""
+    tiers = range(len(plan.tiers))
+    return Result(
+        source="predicted",
+        seconds=plan.predicted_s,
+        predicted_s=plan.predicted_s,
+        limit_s=plan.bound_s,
+        ratio=plan.ratio,
+        required_ratio=plan.required_ratio,
+        weight_bytes=plan.weight_bytes,
+        read_bytes=sum(map(plan.read_bytes, tiers)),
+        remote_bytes=sum(map(plan.read_bytes, tiers[1:])),
+        tokens_per_s=batch_size / plan.predicted_s,
+    )
+
+
+def _step(point: StepPoint, scope: Scope) -> Result:
+    if point.by == "prefetch":
+        return _prefetch(point, scope)
+    if point.by != "dakrun":
+        return failed("not predicted")
+    if point.without:
+        return failed(NOT_MODELLED)
+    if problem := too_large(point, scope):
+        return short(problem)
+    try:
+        return of_plan(plan_of(point, scope), point.batch_size)
+    except CannotRun:
+        return short(shortage(point, scope))
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+def roomy(scope: Scope) -> Scope:
+    """The same machine with room for everything in every tier."""
+    tiers = tuple(replace(tier, capacity_bytes=ROOM) for tier in scope.profile.remote)
+    machine = replace(scope.profile, hbm_capacity_bytes=ROOM, remote=tiers)
+    return replace(scope, profile=machine)
+
+
+def shortage(point: StepPoint, scope: Scope) -> str:
+    """The problem of a decode step that does not fit, with its GB. CannotRun if room is not all."""
+    plan = plan_of(replace(point, hbm_budget=None), roomy(scope))
+    (name,) = remote_names(scope, point.remote)
+    has = [point.hbm_budget or scope.profile.hbm_capacity_bytes]
+    has.append(scope.profile.tier(name).capacity_bytes)
+    needed = [sum(plan.memory(tier).values()) for tier in range(len(plan.tiers))]
+    if point.ratio is None:
+        return f"needs {_gb(sum(needed))}: HBM and {name} have {_gb(sum(has))}"
+    tier = 0 if needed[0] > has[0] else 1
+    where = ("HBM", f"{name} memory")[tier]
+    return f"needs {_gb(needed[tier])} of {where}: there are {_gb(has[tier])}"
+
+
+def too_large(point: StepPoint, scope: Scope) -> str:
+    """The problem of a budget that this GPU's memory cannot give, or an empty text."""
+    capacity = scope.profile.hbm_capacity_bytes
+    if scope.profile.device == "cpu" or (point.hbm_budget or 0) <= SPARE * capacity:
+        return ""
+    return f"needs {_gb(point.hbm_budget or 0)} of HBM: there are {_gb(capacity)}"
+
+
+def _prefetch(point: StepPoint, scope: Scope) -> Result:
+    """Layers copied to HBM ahead of use: the longer of the copies and of a step all in HBM."""
+    machine, ratio = scope.profile, point.ratio or 0.0
+    resident = roomy(scope).plan(
+        point.model,
+        batch_size=point.batch_size,
+        prompt_len=point.prompt_len,
+        new_tokens=point.new_tokens,
+    )
+    weights = resident.weight_bytes
+    copied = ratio * weights
+    needed = sum(resident.memory(0).values()) - copied
+    if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):
+        return short(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")
+    (name,) = remote_names(scope, point.remote)
+    copies = copied / Links.of(machine, (name,)).staged[name]
+    seconds = max(resident.predicted_s, copies)
+    return replace(
+        of_plan(resident, point.batch_size),
+        seconds=seconds,
+        predicted_s=seconds,
+        limit_s=max(resident.bound_s, copies),
+        ratio=ratio,
+        remote_bytes=copied,
+        tokens_per_s=point.batch_size / seconds,
+    )
+
+
+def _product(point: ProductPoint, scope: Scope) -> Result:
+    if set(point.without) - {"multicast"}:
+        return failed(NOT_MODELLED)
+    case = product_case(scope, point)
+    local, remote = case.tier_bytes
+    seconds = foreseen(scope, point, case).seconds
+    crossing = remote * link_reads(scope, point, case).times
+    if remote:
+        (name,) = remote_names(scope, point.remote)
+        seconds = max(seconds, crossing / scope.profile.tier(name).direct_bytes_per_s)
+    return Result(
+        source="predicted",
+        seconds=seconds,
+        predicted_s=seconds,
+        ratio=case.ratio,
+        weight_bytes=case.read_bytes,
+        read_bytes=local + remote,
+        remote_bytes=remote,
+        link_bytes=crossing,
+    )
+
+
+def _attention(point: AttentionPoint, scope: Scope) -> Result:
+    if point.without:
+        return failed(NOT_MODELLED)
+    case = attention_case(scope, point)
+    seconds = foreseen(scope, point, case).seconds
+    return Result(
+        source="predicted",
+        seconds=seconds,
+        predicted_s=seconds,
+        ratio=case.ratio,
+        read_bytes=case.read_bytes,
+        remote_bytes=sum(case.tier_bytes[1:]),
+        link_bytes=sum(case.tier_bytes[1:]),
+    )
+
+
+def _read(point: ReadPoint, scope: Scope) -> Result:
+    """Rates in proportion to bytes in flight up to the window, and to SMs up to HBM's limit.
+
+    A link without a window needs its latency's bytes in flight. Congestion is not modelled.
+    """
+    machine = scope.profile
+    (name,) = remote_names(scope, point.remote)
+    tier, model = machine.tier(name), machine.kernel_model
+    needed = (
+        tier.window_bytes
+        if is_windowed(tier, machine.card)
+        else tier.direct_bytes_per_s * model.link_latency_seconds
+    )
+    local = Links.of(machine, (name,)).direct[LOCAL]
+    saturating = max(1.0, model.saturating_sms * machine.sms)
+    return Result(
+        source="predicted",
+        remote_bytes_per_s=tier.direct_bytes_per_s * min(1.0, point.in_flight / needed),
+        hbm_bytes_per_s=local * min(1.0, point.hbm_sms / saturating),
+    )
+
+
+def lengths(point: FilePoint) -> list[RowLengths]:
+    """Prompts and completions of the file's requests, uniform from 1 with a fixed seed."""
+    draw = random.Random(0)
+    return [
+        RowLengths(draw.randint(1, point.longest), draw.randint(1, point.longest))
+        for _ in range(point.requests)
+    ]
+
+
+def _file(point: FilePoint, scope: Scope) -> Result:
+    rows = lengths(point)
+    mean = max(1, point.longest // 2)
+    policy = Policy(offload_ratio=point.ratio, remote=(point.remote,))
+    workload = Workload(
+        batch_size=1, prompt_len=mean, new_tokens=mean, max_model_len=2 * point.longest
+    )
+    model = scope.models[point.model]
+    run = ExpectedRun(rows)
+    chosen = choose_batch_size(
+        model, workload, scope.profile, policy, limit=point.requests, run=run
+    )
+    return of_file(make_plan(model, chosen, scope.profile, policy, run=run), rows)
+
+
+def of_file(plan: Plan, rows: list[RowLengths]) -> Result:
+    """The predicted run of `rows` with `plan`."""
+    run = ExpectedRun(rows).forecast(plan)
+    return Result(
+        source="predicted",
+        seconds=run.seconds,
+        predicted_s=run.seconds,
+        ratio=plan.ratio,
+        required_ratio=plan.required_ratio,
+        weight_bytes=plan.weight_bytes,
+        tokens_per_s=run.tokens_per_s,
+    )

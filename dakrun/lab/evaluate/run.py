@@ -1,0 +1,175 @@
+"""An evaluation: the points of all figures in order of rank, their results kept, and the page.
+
+Knows the facts of run.json; knows neither how points are measured nor the command line.
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dakrun
+from dakrun.errors import GpuFailed
+from dakrun.hardware import LOCAL, cpu_name, why_no_kernels
+from dakrun.lab.bench.ceilings import Ceilings
+from dakrun.lab.bench.output import commit
+from dakrun.lab.evaluate.figures import Figure
+from dakrun.lab.evaluate.points import Entry, FigureData, Point, Result
+from dakrun.lab.evaluate.predict import predict
+from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.evaluate.store import Store, read_run, write_csv, write_run, write_text
+
+COPIED = " by the copy engine"  # behind a tier's name in run.json
+Progress = Callable[[int, int, str], None]  # points done, points in all, the next one's name
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a run ended: its points, how many were new, and how many the budget left out."""
+
+    points: int
+    new: int
+    left: int
+    page: Path
+
+
+def evaluate(
+    scope: Scope,
+    figures: Mapping[str, Figure],
+    store: Store,
+    find: Callable[[Point], Result],
+    run: Mapping[str, Any],
+    *,
+    budget_s: float | None = None,
+    progress: Progress = lambda done, total, name: None,
+) -> Evaluation:
+    """Find the results of all points that `store` lacks, with `find`; write CSV files and the page.
+
+    Points of lower rank come first. None begins later than `budget_s` seconds. `run` is written as
+    run.json. The page is also written when an error or an interrupt ends the run.
+    """
+    entries = {name: figure.entries(scope) for name, figure in figures.items()}
+    points = in_order(entry for of in entries.values() for entry in of)
+    missing = [point for point in points if point.key not in store.results]
+    known, start, done = len(points) - len(missing), time.perf_counter(), 0
+    write_run(store.folder, run)
+    try:
+        for point in missing:
+            if budget_s is not None and time.perf_counter() - start > budget_s:
+                break
+            progress(known + done, len(points), describe(point))
+            try:
+                store.add(point, find(point))
+            except GpuFailed as problem:  # not tried again by the next run
+                store.add(point, Result(source="measured", problem=str(problem)))
+                raise
+            done += 1
+        progress(known + done, len(points), "")
+    finally:
+        from dakrun.lab.evaluate.page import page
+        from dakrun.lab.evaluate.tables import tables
+
+        found = {name: FigureData(of, store.results) for name, of in entries.items()}
+        for name, of in found.items():
+            write_csv(store.folder / f"{name}.csv", of)
+        shown = list(figures.values())
+        write_text(store.folder / "index.html", page(shown, found, scope, run))
+        write_text(store.folder / "tables.md", tables(shown, found, scope, run))
+    return Evaluation(len(points), done, len(missing) - done, store.folder / "index.html")
+
+
+def facts(scope: Scope, command: str) -> dict[str, Any]:
+    """What run.json says of this run before anything is measured."""
+    versions: dict[str, Any] = {"dakrun": dakrun.__version__}
+    if scope.predict:
+        machine = f"predicted for {scope.profile.name}"
+    else:
+        import torch
+
+        from dakrun.lab.probe.machine import driver, visible_gpus
+
+        machine, versions["torch"] = cpu_name(), torch.__version__
+        if scope.profile.device == "cuda":
+            machine = torch.cuda.get_device_name()
+            versions |= {"cuda": torch.version.cuda, "driver": driver(visible_gpus()).finding}
+    return {
+        "machine": machine,
+        "profile": scope.profile.name,
+        "why_no_kernels": why_no_kernels(scope.profile) if scope.predict else None,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "versions": versions,
+        "models": list(scope.models),
+        "remote": scope.remote,
+        "rivals": list(scope.rivals),
+        "quick": scope.quick,
+        "predict": scope.predict,
+        "command": command,
+    }
+
+
+@contextmanager
+def finder(
+    scope: Scope, folder: Path, known: Mapping[str, Any]
+) -> Iterator[tuple[Callable[[Point], Result], dict[str, Any]]]:
+    """A function from points to results, and the facts of the run with earlier commands.
+
+    Measuring begins with the ceilings of HBM and the link, unless `folder` has them from an earlier
+    run on this machine.
+    """
+    before = read_run(folder)
+    same = before.get("machine") == known["machine"]
+    earlier = before.get("commands", []) if same else []
+    run = {**known, "commands": list(dict.fromkeys([*earlier, known["command"]]))}
+    if scope.predict:
+        yield (lambda point: predict(point, scope)), run
+        return
+    import torch
+
+    from dakrun.lab.evaluate.measure import Measurer
+
+    on_gpu = scope.profile.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    kept = before.get("ceilings", {}) if same else {}
+    with Measurer(scope, device, ceilings_of(kept, scope.remote)) as measurer:
+        rates, copied = measurer.ceilings.rates, measurer.ceilings.copied
+        ceilings = {**rates, **{f"{name}{COPIED}": rate for name, rate in copied.items()}}
+        yield measurer, {**run, "ceilings": ceilings, "ceilings_measured": on_gpu}
+
+
+def ceilings_of(kept: Mapping[str, float], remote: str) -> Ceilings | None:
+    """The ceilings in a run.json, in bytes/s; None if it lacks those of the tier `remote`."""
+    if not kept.keys() >= {LOCAL, remote, f"{remote}{COPIED}"}:
+        return None
+    return Ceilings({LOCAL: kept[LOCAL], remote: kept[remote]}, {remote: kept[f"{remote}{COPIED}"]})
+
+
+def in_order(entries: Iterable[Entry]) -> list[Point]:
+    """The points of `entries`, each once, by rank, then those of a kind and model together."""
+    ranks: dict[str, tuple[int, Point]] = {}
+    for entry in entries:
+        rank, _ = ranks.get(entry.point.key, (entry.rank, entry.point))
+        ranks[entry.point.key] = min(rank, entry.rank), entry.point
+    return [
+        point
+        for _, point in sorted(
+            ranks.values(),
+            key=lambda of: (of[0], of[1].kind, str(getattr(of[1], "model", ""))),
+        )
+    ]
+
+
+def describe(point: Point) -> str:
+    """A point in a few words, for progress."""
+    known = point.figures()
+    parts = [str(known.get("model") or known.get("remote")), str(known.get("op") or point.kind)]
+    parts += [f"batch {rows}"] if (rows := known.get("batch_size")) else []
+    parts += [f"N={rows}"] if (rows := known.get("n")) else []
+    if (ratio := known.get("ratio")) is not None:
+        parts.append(f"{ratio:.2%} remote")
+    if (by := known.get("by", "dakrun")) != "dakrun":
+        parts.append(by)
+    return ", ".join(parts)

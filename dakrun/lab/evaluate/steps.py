@@ -1,0 +1,151 @@
+"""Decode steps and whole files of dakrun's own models, measured through dakrun.LLM."""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from dakrun.config import SamplingParams
+from dakrun.errors import CannotRun
+from dakrun.hardware import LOCAL
+from dakrun.kernels.runtime import card_of, held_to
+from dakrun.lab.bench.ceilings import Ceilings
+from dakrun.lab.bench.model import ModelBench
+from dakrun.lab.bench.model_rows import measured_row
+from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
+from dakrun.lab.evaluate.cases import ablated, remote_names
+from dakrun.lab.evaluate.on_cpu import NO_TECHNIQUE
+from dakrun.lab.evaluate.points import FilePoint, Result, StepPoint
+from dakrun.lab.evaluate.predict import lengths, of_file, too_large
+from dakrun.lab.evaluate.scope import Scope
+from dakrun.llm import LLM
+from dakrun.plan import ExpectedRun, Policy
+from dakrun.requests import Request, RowError, RowLengths
+
+WARM_UP_TOKENS = 4
+
+
+class Steps:
+    """Measures models on `device`. `names` gives, for each model's name, the one to load it by."""
+
+    def __init__(
+        self, scope: Scope, device: torch.device, ceilings: Ceilings, names: Mapping[str, str]
+    ) -> None:
+        self.scope, self.device, self.ceilings, self.names = scope, device, ceilings, names
+
+    def step(self, point: StepPoint) -> Result:
+        """Measure a decode step; CannotRun if it does not fit."""
+        if point.without and self.device.type == "cpu":
+            return Result(source="measured", problem=NO_TECHNIQUE)
+        if too_large(point, self.scope):
+            raise CannotRun(too_large(point, self.scope), hint="leave out the figure")
+        asked = ModelCase(
+            batch_size=point.batch_size,
+            ratio=AUTO if point.ratio is None else point.ratio,
+            transport=point.transport or AUTO,
+            strategy=point.strategy,
+        )
+        sweep = ModelSweep(
+            name=self.names[point.model],
+            config=self.scope.models[point.model],
+            load_format="dummy",
+            format="auto",
+            policy=Policy(hbm_budget=point.hbm_budget, remote=(point.remote,)),
+            rival=None,
+            batch_sizes=(point.batch_size,),
+            ratios=(asked.ratio,),
+            transports=(asked.transport,),
+            strategies=(asked.strategy,),
+            prompt_len=point.prompt_len,
+            new_tokens=point.new_tokens,
+        )
+        bench = ModelBench(
+            sweep,
+            self.scope.profile,
+            self.device,
+            lambda text: None,
+            ceilings=self._ceilings_of(point.remote),
+            rounds=1 if self.scope.quick else None,
+        )
+        with self._card(point.without):
+            run = bench.run(asked)
+        row = measured_row(asked, run)
+        remote = row.remote_read_bytes or 0.0
+        return Result(
+            source="measured",
+            seconds=row.step_s,
+            predicted_s=None if point.without else row.predicted_s,
+            limit_s=row.limit_s,
+            ratio=row.ratio,
+            required_ratio=run.plan.required_ratio,
+            weight_bytes=row.weight_bytes,
+            read_bytes=remote + (row.hbm_read_bytes or 0.0),
+            remote_bytes=remote,
+            tokens_per_s=row.tokens_per_s,
+        )
+
+    def _card(self, without: Sequence[str]) -> AbstractContextManager[None]:
+        """Launches follow their plan, but do without the techniques `without`."""
+        return held_to(ablated(card_of(self.device), without)) if without else nullcontext()
+
+    def _ceilings_of(self, remote: str) -> Ceilings:
+        """The ceilings of HBM and of one remote tier; the profile's if it was not measured."""
+        (name,) = remote_names(self.scope, remote)
+        tier = self.scope.profile.tier(name)
+        direct = self.ceilings.rates.get(name, tier.direct_bytes_per_s)
+        copied = self.ceilings.copied.get(name, tier.staged_bytes_per_s)
+        return Ceilings({LOCAL: self.ceilings.rates[LOCAL], name: direct}, {name: copied})
+
+    def file(self, point: FilePoint) -> Result:
+        """Measure a whole file, from the first step to the last completion.
+
+        As in `dakrun generate`, the longest requests begin first.
+        """
+        config = self.scope.models[point.model]
+        rows = sorted(lengths(point), key=lambda r: (-r.new, -r.prompt))
+        with LLM(
+            self.names[point.model],
+            dtype=config.dtype,
+            device="cuda" if self.device.type == "cuda" else "cpu",
+            profile=self.scope.profile,
+            max_model_len=2 * point.longest,
+            expected_run=ExpectedRun(rows),
+            policy=Policy(offload_ratio=point.ratio, remote=(point.remote,)),
+            load_format="dummy",
+        ) as llm:
+            short = [row._replace(new=min(row.new, WARM_UP_TOKENS)) for row in rows]
+            _finish(llm, requests(short, config.vocab_size))
+            start = time.perf_counter()
+            tokens = _finish(llm, requests(rows, config.vocab_size))
+            seconds = time.perf_counter() - start
+            return replace(
+                of_file(llm.plan, rows),
+                source="measured",
+                seconds=seconds,
+                tokens_per_s=tokens / seconds,
+            )
+
+
+def _finish(llm: LLM, asked: Iterator[Request]) -> int:
+    """Complete all requests; returns their new tokens."""
+    tokens = 0
+    for result in llm.stream(asked):
+        if isinstance(result, RowError):
+            raise CannotRun(result.message, hint="try another model")
+        tokens += len(result.token_ids)
+    return tokens
+
+
+def requests(rows: Sequence[RowLengths], vocabulary: int) -> Iterator[Request]:
+    """Requests of random token ids with a fixed seed; end-of-sequence is ignored."""
+    draw = random.Random(0)
+    for number, row in enumerate(rows):
+        yield Request(
+            id=str(number),
+            line=number + 1,
+            prompt_ids=tuple(draw.choices(range(vocabulary), k=row.prompt)),
+            params=SamplingParams(max_tokens=row.new, ignore_eos=True),
+        )

@@ -1,0 +1,106 @@
+"""Results on disk: points.jsonl, to which each result is appended, a CSV for each figure, run.json.
+
+A result that was appended survives a crash; a torn last line is ignored.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from dakrun.lab.bench.output import commit
+from dakrun.lab.evaluate.points import FigureData, Point, Result
+
+RESULT_FIELDS = tuple(of.name for of in fields(Result))
+
+
+class Store:
+    """The results in `folder` that were found on `machine`, a text, by runs as `quick`.
+
+    Those that are to be tried `again` do not count.
+    """
+
+    def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
+        self.folder, self.machine, self.quick = folder, machine, quick
+        self._path, self._commit = folder / "points.jsonl", commit()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.results: dict[str, Result] = {}  # by key
+        self._read()
+
+    def add(self, point: Point, result: Result) -> None:
+        """Keep `result` of `point`, on disk before this returns."""
+        known = {name: value for name, value in asdict(result).items() if value is not None}
+        run = {"machine": self.machine, "quick": self.quick, "commit": self._commit}
+        line = {"key": point.key, **run, "result": known}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.results[point.key] = result
+
+    def _read(self) -> None:
+        """Read what is there; cut off a torn last line, so that lines may follow."""
+        if not self._path.exists():
+            return
+        whole, _, torn = self._path.read_bytes().rpartition(b"\n")
+        if torn:
+            os.truncate(self._path, len(whole) + 1 if whole else 0)
+        for text in whole.splitlines():
+            try:
+                line = json.loads(text)
+                if (line["machine"], line.get("quick", False)) == (self.machine, self.quick):
+                    result = Result(**line["result"])
+                    if not result.again:
+                        self.results[line["key"]] = result
+            except (ValueError, KeyError, TypeError):
+                continue  # damaged, or of another version: measured again
+
+
+def write_run(folder: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json."""
+    _replace(folder / "run.json", json.dumps(run, indent=2) + "\n")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The run.json in `folder`; empty if there is none that can be read."""
+    try:
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return run if isinstance(run, dict) else {}
+
+
+def write_csv(path: Path, data: FigureData) -> None:
+    """Write a figure's entries, with points and results that are known, as rows."""
+    entries = [(entry, data.of(entry)) for entry in data.entries]
+    names = dict.fromkeys(name for entry, _ in entries for name in entry.point.figures())
+    # Some names are a point's and a result's: the point's is what was asked for.
+    header = ["panel", "series", "x", "kind", *(f"point_{name}" for name in names), *RESULT_FIELDS]
+    partial = path.with_name(f".{path.name}")
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, header, restval="", lineterminator="\n")
+        writer.writeheader()
+        for entry, result in entries:
+            asked = {f"point_{name}": _cell(of) for name, of in entry.point.figures().items()}
+            place = {"panel": entry.panel, "series": entry.series, "x": entry.x}
+            known = asdict(result) if result else {}
+            writer.writerow({**place, "kind": entry.point.kind, **asked, **known})
+    partial.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    _replace(path, text)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _cell(value: Any) -> Any:
+    return "+".join(value) if isinstance(value, tuple) else value

@@ -1,0 +1,105 @@
+"""Chains of launches in CUDA graphs, and the time of one launch.
+
+Knows neither the kernel nor its operands.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dakrun.lab.probe.measurement import steadier
+
+MIN_SECONDS = 4e-3  # minimum time of a chain; the graph's own start and end are about 0.1% of it
+LOAD_SECONDS = 0.4  # until the clocks have settled at the power limit
+
+Launch = Callable[[int], object]  # launches with the operand of that number
+
+
+def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `launch`, which first runs once, eagerly, to load its kernels."""
+    launch()
+    torch.cuda.synchronize()
+    return recorded(launch)
+
+
+def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `launch`, whose kernels are loaded already."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
+def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
+    """Seconds of a CUDA graph of `launch` in each of `runs` replays, after as many to warm up.
+
+    `new` says that its kernels may not be loaded yet. Unsteady samples are measured once more.
+    """
+    graph = captured(launch) if new else recorded(launch)
+
+    def samples() -> list[float]:
+        return [_replayed(graph) for _ in range(runs)]
+
+    samples()
+    return list(steadier(samples))
+
+
+def launch_seconds(launch: Launch, operands: int, *, replays: int) -> list[float]:
+    """Seconds of one launch in each of `replays` of a chain.
+
+    The chain cycles through its `operands` until it takes MIN_SECONDS.
+    """
+    length = _length(launch, operands)
+    seconds = graph_seconds(_chain(launch, operands, length), replays, new=False)
+    return [chain / length for chain in seconds]
+
+
+def seconds_round_robin(
+    chains: Sequence[tuple[Launch, int]], *, replays: int, load: bool
+) -> list[list[float]]:
+    """Seconds of one launch of each chain (launch, operands), in each of `replays` rounds.
+
+    A round replays every chain once, so that changing clocks affect all of them alike. With `load`,
+    rounds first run for LOAD_SECONDS.
+    """
+    lengths = [_length(*chain) for chain in chains]
+    graphs = [
+        recorded(_chain(*chain, length)) for chain, length in zip(chains, lengths, strict=True)
+    ]
+
+    def one_round() -> list[float]:
+        times = [_replayed(graph) for graph in graphs]
+        return [seconds / length for seconds, length in zip(times, lengths, strict=True)]
+
+    start = time.perf_counter()
+    one_round()
+    while load and time.perf_counter() - start < LOAD_SECONDS:
+        one_round()
+    return [list(times) for times in zip(*(one_round() for _ in range(replays)), strict=True)]
+
+
+def _length(launch: Launch, operands: int) -> int:
+    """Launches of a chain of at least MIN_SECONDS that repeats all operands equally often."""
+    once = statistics.median(graph_seconds(_chain(launch, operands, operands), 2))
+    return operands * math.ceil(MIN_SECONDS / once)
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3
+
+
+def _chain(launch: Launch, operands: int, length: int) -> Callable[[], None]:
+    def launches() -> None:
+        for number in range(length):
+            launch(number % operands)
+
+    return launches

@@ -1,0 +1,341 @@
+"""Measures a GPU and its remote tiers the way the kernels use them, and builds the profile.
+
+The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; run.py saves the profile.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from dakrun.config import Dtype
+from dakrun.errors import CannotRun
+from dakrun.formats import PACKED16
+from dakrun.geometry import SPLITK_MAX_ROWS
+from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.kernels import Variant, variants
+from dakrun.kernels.runtime import (
+    architecture,
+    card_of,
+    compiling,
+    gpu_name,
+    has_kernels,
+    held_card,
+)
+from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
+from dakrun.lab.probe.congestion import (
+    TierReading,
+    arithmetic_rates,
+    choose_window,
+    grouped,
+    op_costs,
+    widened,
+)
+from dakrun.lab.probe.gemm_costs import (
+    DTYPE,
+    QUANTIZED_FORMATS,
+    linear_sweep,
+    many_rows_sweep,
+    norm_sweep,
+    product_rates,
+    staged_seconds,
+)
+from dakrun.lab.probe.machine import gpu_facts
+from dakrun.lab.probe.measurement import (
+    KIB,
+    Effort,
+    Log,
+    Measurement,
+    buffer_sizes,
+    fitting,
+    provenance,
+    ring_for,
+    spread,
+)
+from dakrun.lab.probe.sweeps import (
+    Bench,
+    Buffer,
+    amplification_sweep,
+    chain_sweep,
+    congestion_sweep,
+    copy_rates,
+    direct_sweep,
+    empty_launch_seconds,
+    hbm_sweep,
+    l2_sweep,
+    matmul_rates,
+    multicast_sweep,
+    rounded,
+    staging_rates,
+)
+from dakrun.launches import few_rows
+from dakrun.memory.limits import available_host_memory
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.units import format_bytes
+
+DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
+HOST_FRACTION = 0.9  # fraction of the available host memory that plans may use
+
+
+def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+    """Measure torch's current GPU, host memory and peer GPUs for a profile called `name`.
+
+    Raises CannotRun if memory is short or no kernel supports the GPU.
+    """
+    found = _measure(name, effort)
+    torch.cuda.empty_cache()  # leave the memory to a run in this process
+    return found
+
+
+def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not has_kernels(device):
+        raise CannotRun(
+            f"{torch.cuda.get_device_name(device)} does not run the kernels that measure it",
+            hint="name a profile with --profile; dakrun doctor says what the kernels need",
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    host_memory = available_host_memory()
+    peers = _peers(device.index, effort.peer_bytes)
+    sizes = buffer_sizes(effort, free, host_memory, peers)
+    card, arch = card_of(device), architecture(device.index)
+    needed = measured_variants(effort, card)
+    with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
+        buffers = {
+            tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
+            for tier, memories in tiers.items()
+        }
+        for buffer in buffers.values():
+            _fill(buffer.tensor)
+        probe = GpuProbe(Bench(card, buffers.pop(LOCAL), effort))
+        probe.launches()
+        compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
+        compiled()  # wait: compilation overlapped with measurements of the GPU alone
+        remote = [
+            probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
+            for tier, buffer in buffers.items()
+        ]
+        together = probe.peers_together(buffers)
+        costs = probe.kernels(compute["float16"])
+        staged = probe.log.measure(
+            "cost of staging an op", "s", lambda: staged_seconds(probe.bench, buffers["host"])
+        )
+        buffers.clear()
+    remote, groups = grouped(remote, together)
+    measurements = tuple(probe.log.measurements)
+    arithmetic = "cuBLAS for float32 only, as it is not held," if held_card() else "cuBLAS"
+    return HardwareProfile(
+        name=name,
+        description=description(remote),
+        provenance=provenance(
+            f"bulk copies into shared memory, copy engine, {arithmetic} of torch "
+            f"{torch.__version__}, chains of dakrun's kernels in CUDA graphs; random data",
+            measurements,
+        ),
+        device="cuda",
+        device_name=gpu_name(device),
+        sms=card.sms,
+        clusters=card.clusters,
+        hbm_capacity_bytes=total,
+        hbm_bytes_per_s=probe.hbm_rate,
+        context_bytes=total - free,
+        linear=costs["linear"],
+        attention=costs["attention"],
+        many_rows=costs["many_rows"],
+        four_bits=costs["four_bits"],
+        eight_bits=costs["eight_bits"],
+        norm=costs["norm"],
+        sampling=costs["sampling"],
+        staged_seconds=staged,
+        remote=tuple(remote),
+        compute=compute,
+        link_groups=groups,
+        facts=gpu_facts(device.index, host_memory),
+        sweeps=probe.sweeps,
+    ), measurements
+
+
+class GpuProbe:
+    """Measures one GPU; figures go to `log`, sweeps to `sweeps`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.log = Log()
+        hbm = hbm_sweep(bench)
+        self.sweeps: dict[str, Sweep] = {"hbm": hbm}
+        if bench.effort.l2_bytes:
+            self.sweeps["l2"] = l2_sweep(bench)
+        _, chunk, stages, *_ = max(
+            (row for row in hbm.rows if row[0] == bench.sms),
+            key=lambda row: row[hbm.columns.index("bytes_per_s")],
+        )
+        self.ring = (int(chunk), int(stages))
+        self.hbm_rate = self.log.measure(
+            "HBM read", "B/s", lambda: bench.alone(bench.hbm.reader(bench.sms, self.ring))
+        )
+
+    def remote_tier(self, tier: str, buffer: Buffer, capacity: int) -> RemoteTier:
+        """Measure a remote tier of `capacity` bytes and choose its congestion window."""
+        bench, log = self.bench, self.log
+        direct = self.sweeps[f"{tier} direct"] = direct_sweep(bench, buffer)
+        sms, chunk, stages, *_ = max(
+            direct.rows, key=lambda row: row[direct.columns.index("bytes_per_s")]
+        )
+        best = buffer.reader(int(sms), (int(chunk), int(stages)))
+        link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
+        grid = self.sweeps[f"{tier} congestion"] = congestion_sweep(bench, buffer, self.ring)
+        points = [TierReading(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
+        chosen = widened(points, choose_window(points, link_rate, self.hbm_rate))
+        ring = ring_for(chosen.in_flight // chosen.sms, bench.card)
+        assert ring is not None
+        readers = (
+            buffer.reader(chosen.sms, ring),
+            bench.hbm.reader(bench.sms - chosen.sms, self.ring),
+        )
+        window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
+        rate = log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
+        log.measure(f"HBM read beside {tier}, {window}", "B/s", lambda: bench.readings(*readers)[1])
+        self._sharing(tier, buffer, link_rate)
+        return RemoteTier(
+            name=tier,
+            capacity_bytes=capacity,
+            direct_bytes_per_s=min(rate, link_rate),
+            staged_bytes_per_s=self._staged_rate(tier, buffer),
+            window_bytes=chosen.in_flight,
+            sms=chosen.sms,
+        )
+
+    def _sharing(self, tier: str, buffer: Buffer, link_rate: float) -> None:
+        """Measure several readers of the same bytes, also with multicast where there is that."""
+        shared = self.sweeps[f"{tier} amplification"] = amplification_sweep(self.bench, buffer)
+        found = [(shared, "8 readers of each chunk")]
+        if self.bench.card.clusters:
+            cast = self.sweeps[f"{tier} multicast"] = multicast_sweep(self.bench, buffer, link_rate)
+            found.append((cast, "multicast to 8"))
+        for sweep, name in found:
+            delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
+            runs = self.bench.effort.runs
+            self.log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], runs)
+
+    def _staged_rate(self, tier: str, buffer: Buffer) -> float:
+        """Bytes/s of staging: copies into HBM while HBM is read. Logs copies both ways as well."""
+        bench, log = self.bench, self.log
+        local = bench.hbm.tensor[: buffer.tensor.numel() // 2]
+        remote = buffer.tensor[: local.numel()]
+        alone = log.measure(
+            f"{tier} to HBM, copy engine", "B/s", lambda: copy_rates(bench, local, remote)
+        )
+        log.measure(f"HBM to {tier}, copy engine", "B/s", lambda: copy_rates(bench, remote, local))
+        copied, read = staging_rates(bench, local, remote, alone, self.ring)
+        log.add(f"HBM read beside copies from {tier}", "B/s", read)
+        return log.add(f"{tier} to HBM, copy engine while HBM is read", "B/s", copied)
+
+    def peers_together(self, buffers: dict[str, Buffer]) -> float | None:
+        """Bytes/s of all peers at once; None for fewer than two."""
+        peers = [buffer for tier, buffer in buffers.items() if tier.startswith("peer")]
+        if len(peers) < 2:
+            return None
+        ctas = self.bench.sms // len(peers)
+        (ring,) = fitting([(16 * KIB, 8)], self.bench.card)
+        readers = [peer.reader(min(ctas, 32), ring) for peer in peers]
+
+        def together() -> list[float]:
+            runs = zip(*self.bench.readings(*readers), strict=True)
+            return [sum(rates) for rates in runs]
+
+        return self.log.measure(f"{len(peers)} peers together", "B/s", together)
+
+    def launches(self) -> None:
+        """Measure ops that only read, and empty launches."""
+        self.sweeps["chain"] = chain_sweep(self.bench)
+        for pdl, name in ((False, "launch in a graph"), (True, "launch in a graph, PDL")):
+            self.log.add(name, "s", empty_launch_seconds(self.bench, pdl=pdl))
+
+    def kernels(self, compute: ComputeRate) -> dict[str, OpCosts]:
+        """Costs of the project's kernels by kind; `compute` is the rate of their 16-bit dtype."""
+
+        def rate(n: int) -> float:
+            """Bytes/s of a weight multiplied with `n` rows: 2 bytes and 2 n FLOP per element."""
+            return min(self.hbm_rate, compute.at(n) / n)
+
+        sweeps: dict[str, Callable[[Bench], Sweep]] = {
+            "linear": linear_sweep, "many_rows": many_rows_sweep, "norm": norm_sweep,
+            "attention": attention_sweep, "sampling": sampling_sweep,
+            **{name: partial(linear_sweep, stored=stored)
+               for name, stored in QUANTIZED_FORMATS.items()},
+        }  # fmt: skip
+        return {
+            kind: self.costs(kind, sweep(self.bench), rate if kind == "many_rows" else None)
+            for kind, sweep in sweeps.items()
+        }
+
+    def costs(self, kind: str, sweep: Sweep, rate: Callable[[int], float] | None = None) -> OpCosts:
+        """Fit the costs of a `kind` of op to its sweep, with bytes at `rate` or at HBM's rate."""
+        self.sweeps[kind] = sweep
+        found = op_costs(sweep, rate or (lambda _: self.hbm_rate))
+        runs = self.bench.effort.runs
+        spreads = list(zip(sweep.column("n"), sweep.column("spread"), strict=True))
+        for n, seconds, efficiency in zip(found.rows, found.seconds, found.efficiency, strict=True):
+            worst = max(spread for rows, spread in spreads if rows == n)
+            self.log.keep(f"{kind} fixed cost N={n}", "s", seconds, worst, runs)
+            self.log.keep(f"{kind} efficiency N={n}", "", efficiency, worst, runs)
+        return found
+
+    def compute_rate(self, dtype: Dtype) -> ComputeRate:
+        """FLOP/s by batch size, where products are compute-bound; the peak is the maximum.
+
+        A GPU that is held to limits without wgmma is measured by dakrun's own products, as cuBLAS
+        is not held.
+        """
+        points, rows = [], []
+        for n in self.bench.effort.batch_sizes:
+            if dtype == "float32" or held_card() is None or self.bench.card.has_wgmma:
+                rates = matmul_rates(self.bench, getattr(torch, dtype), n)
+            else:
+                rates = product_rates(self.bench, n)
+            points.append((n, self.log.add(f"matmul {dtype} N={n}", "FLOP/s", rates)))
+            rows.append((*points[-1], spread(rates)))
+        self.sweeps[f"matmul {dtype}"] = rounded(("n", "flops_per_s", "spread"), rows)
+        peak = max(rate for _, rate in points)
+        return ComputeRate(peak=peak, measured=arithmetic_rates(points))
+
+
+def _peers(device: int, nbytes: int) -> list[int]:
+    """The GPUs whose memory `device` can read and that have `nbytes` free."""
+    return [
+        gpu
+        for gpu in range(torch.cuda.device_count())
+        if gpu != device
+        and torch.cuda.can_device_access_peer(device, gpu)
+        and torch.cuda.mem_get_info(gpu)[0] >= nbytes
+    ]
+
+
+def _fill(buffer: torch.Tensor) -> None:
+    """Write random bytes; zeros have another bandwidth."""
+    block = torch.randint(0, 256, (2**26,), dtype=torch.uint8, device="cuda")
+    for part in buffer.split(block.numel()):
+        part.copy_(block[: part.numel()])
+
+
+def _capacity(tier: str, host_memory: int) -> int:
+    """Bytes of a remote tier that a plan may use."""
+    if tier == "host":
+        return int(HOST_FRACTION * host_memory)
+    return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
+
+
+def measured_variants(effort: Effort, card: Card) -> list[Variant]:
+    """The kernel variants that are measured on `card`."""
+    most = min(few_rows(card), SPLITK_MAX_ROWS)
+    rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
+    formats = (PACKED16, *QUANTIZED_FORMATS.values())
+    needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM, formats=formats)
+    return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]
+
+
+def description(remote: Sequence[RemoteTier]) -> str:
+    """The machine in one line."""
+    peers = [tier.name for tier in remote if tier.name.startswith("peer")]
+    text = f"{gpu_name()}, host memory over PCIe"
+    return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")

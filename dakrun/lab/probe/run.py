@@ -1,0 +1,212 @@
+"""From the options of `dakrun profile` and `--profile auto` to a measured, saved profile.
+
+Knows names, files and devices; cpu.py and gpu.py measure. torch is imported when it is needed.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dakrun.errors import CannotRun, UsageError
+from dakrun.hardware import (
+    HardwareProfile,
+    cpu_name,
+    find_profile,
+    kept_profile,
+    kept_profiles_dir,
+    profile_text,
+    shipped_profiles,
+)
+
+if TYPE_CHECKING:
+    from dakrun.lab.probe.measurement import Measurement
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A measured profile and its measurements."""
+
+    profile: HardwareProfile
+    measurements: "tuple[Measurement, ...]"
+
+    @property
+    def unsteadiness(self) -> tuple[int, float]:
+        """The number of figures that spread, and the widest spread."""
+        spreads = [m.spread for m in self.measurements]
+        return sum(not m.steady for m in self.measurements), max(spreads, default=0.0)
+
+
+def measured_device(device: Literal["auto", "cuda", "cpu"]) -> Device:
+    """The device to measure; CannotRun for a GPU if there is none."""
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise CannotRun(
+            "no CUDA GPU is available here", hint="use --device cpu, or see: dakrun doctor"
+        )
+    return "cuda"
+
+
+def device_name(device: Device) -> str:
+    """Name of torch's current GPU, with limits if it is held to any, or of this CPU.
+
+    Kept profiles are found by it.
+    """
+    if device == "cpu":
+        return cpu_name()
+
+    from dakrun.kernels.runtime import gpu_name
+
+    return gpu_name()
+
+
+def default_name(device: Device) -> str:
+    """The default name of a profile of `device`, such as measured-nvidia-h200."""
+    measured = device_name(device) if device == "cuda" else "cpu"
+    return "measured-" + re.sub(r"[^a-z0-9]+", "-", measured.lower()).strip("-")
+
+
+def target(output: str | None, name: str | None, device: Device) -> Path:
+    """The file of a profile called `name`: `output`, or else one in the cache folder.
+
+    Without a name, the profile is called like the file or the device. Raises UsageError, before
+    anything is measured, if the profile could not be saved there or found again.
+    """
+    stem = name
+    if stem is None:
+        stem = Path(output).stem if output else default_name(device)
+    if not re.fullmatch(r"\w[\w.-]*", stem):
+        raise UsageError(f"a profile cannot be called {stem!r}", hint="use letters, digits and -")
+    if output is None:
+        if stem in shipped_profiles():
+            raise UsageError(
+                f"a shipped profile is called {stem!r}", hint="choose another --name, or use -o"
+            )
+        return kept_profiles_dir() / f"{stem}.toml"
+    path = Path(output)
+    if path.suffix != ".toml":
+        raise UsageError(f"{output}: a profile is a .toml file", hint=f"write -o {path.stem}.toml")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{output}: no such folder", hint="make it, or change -o")
+    return path
+
+
+def duration(*, quick: bool) -> str:
+    """The time that measuring takes, in words."""
+    return "some seconds" if quick else "about a minute, or more with peer GPUs"
+
+
+def measure(
+    name: str, device: Device, *, quick: bool = False, note: Callable[[str], None] = lambda _: None
+) -> Probe:
+    """Measure `device` for a profile called `name`; `quick` has smaller buffers and fewer runs.
+
+    If figures spread, all is measured once more, which `note` says, and the steadier is returned.
+    """
+    first = _measure_once(name, device, quick=quick)
+    if not first.unsteadiness[0]:
+        return first
+    note(f"{first.profile.provenance.spread}: measuring once more")
+    return min(first, _measure_once(name, device, quick=quick), key=lambda p: p.unsteadiness)
+
+
+def _measure_once(name: str, device: Device, *, quick: bool) -> Probe:
+    if device == "cpu":
+        from dakrun.lab.probe import cpu
+
+        return Probe(*cpu.measure_cpu(name, cpu.QUICK if quick else cpu.FULL))
+    from dakrun.lab.probe import gpu, measurement
+
+    return Probe(*gpu.measure_gpu(name, measurement.QUICK if quick else measurement.FULL))
+
+
+def save(profile: HardwareProfile, path: Path) -> None:
+    """Write `profile` to `path` atomically; the cache folder is made if needed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.parent == kept_profiles_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(profile_text(profile), encoding="utf-8")
+        partial.replace(path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise UsageError(
+            f"{path}: {problem.strerror}", hint="name a writable file with -o"
+        ) from None
+
+
+def kept_or_measured(device: Device, progress: Callable[[str], None]) -> HardwareProfile:
+    """The profile that `--profile auto` means for a run on `device`.
+
+    It is the kept profile if there is one. A CPU, or a GPU that cannot be measured, gets a shipped
+    profile. Any other GPU is measured, quickly and once, and `progress` reports it. Raises
+    CannotRun if the GPU can neither be measured nor has a shipped profile.
+    """
+    name = device_name(device)
+    if (kept := kept_profile(device=device, name=name)) is not None:
+        return kept
+    if device == "cpu":
+        return find_profile(device=device, name=name)
+    path = target(None, None, device)
+    progress(f"no profile of this {name} yet: measuring it, once, for {duration(quick=True)}")
+    try:
+        profile = measure(path.stem, device, quick=True, note=progress).profile
+    except CannotRun as problem:
+        try:
+            shipped = find_profile(device=device, name=name)
+        except UsageError:
+            raise problem from None
+        progress(f"not measured: {problem}")
+        return shipped
+    try:
+        save(profile, path)
+        progress(f"saved as {path}; dakrun profile measures it more thoroughly")
+    except UsageError as problem:
+        progress(f"not saved: {problem}")
+    return profile
+
+
+def spread_warning(profile: HardwareProfile) -> str | None:
+    """A warning for a measured profile whose figures spread, for each use by `--profile auto`."""
+    if not (spread := profile.provenance.spread):
+        return None
+    where = "" if profile.name not in shipped_profiles() else " on another machine"
+    return (
+        f"warning: profile {profile.name}: {spread}{where}; predictions may be off: run dakrun "
+        "profile while nothing else runs here"
+    )
+
+
+def describe_profile(profile: HardwareProfile) -> str:
+    """One line on a profile that `--profile auto` chose: device, source and age."""
+    source = profile.provenance
+    age = _age(source.date)
+    facts = {
+        "measured": f"measured {age}",
+        "spec-sheet": f"not measured, from a data sheet ({age})",
+        "nominal": "not measured, round numbers",
+    }[source.kind]
+    line = f"profile {profile.name} of {profile.device_name}: {facts}"
+    if profile.name not in shipped_profiles():
+        return line
+    elsewhere = " on another machine" if source.kind == "measured" else ""
+    return f"{line}{elsewhere}; dakrun profile measures this machine"
+
+
+def _age(date: str) -> str:
+    """The age of an ISO date in words; any other text unchanged."""
+    try:
+        days = (datetime.date.today() - datetime.date.fromisoformat(date)).days
+    except ValueError:
+        return date
+    return "today" if days <= 0 else f"{days} day{'s' if days > 1 else ''} ago"
