@@ -30,7 +30,7 @@ struct PaddedX {
   __device__ __forceinline__ void next_atom() { at += kAtomK * 2; }
 };
 
-// Groups of a tier's row blocks follow each other, each stored as [atoms][row blocks]. A tier
+// Groups of an expert's row blocks follow each other, each stored as [atoms][row blocks]. A tier
 // without CTAs is read by those of the first tier, behind their own.
 struct GroupedTier {
   int first_row_block;  // of the stacked matrix; the tier ends where the next one begins
@@ -41,6 +41,7 @@ struct GroupedTier {
 
 struct GroupedSplitKArgs {
   const uint64_t* addresses;  // [tier_count], in global memory: where each tier's row blocks lie
+  const int64_t* shifts;      // [experts]: bytes from each one's place to where it is; or null
   const int* ends;            // [experts]: pairs of the experts up to each
   int tier_count, experts;
   int expert_row_blocks;  // of the matrix [m, k] of an expert
@@ -123,10 +124,10 @@ struct Chosen {
 struct Items {
   const GroupedSplitKArgs& args;
   const Chosen chosen;
-  int tier;           // of the current item
+  int tier, number;   // of the current item, and of its expert
   int row_blocks;     // of the item
   int row_block;      // the first one, counted in its expert
-  int stored_in;      // row blocks of its group
+  int stored_in;      // row blocks of its group that are in its tier
   int64_t first_atom;  // place of the first one's first atom in its tier
   int stage_atoms;    // of the item's stages
   int pair, pairs;    // the item's first row of X, and the number of its rows
@@ -181,12 +182,16 @@ struct Items {
     const GroupedTier& of = args.tiers[tier];
     const Chosen::Expert* const expert = chosen.experts + first + index;
     row_block = at + skipped - index * height;
-    const int in_tier = expert->number * height + row_block - of.first_row_block;
-    const int group = quotient(in_tier, of.group_row_blocks) * of.group_row_blocks;
-    stored_in = min(of.group_row_blocks, args.tiers[tier + 1].first_row_block -
-                                             of.first_row_block - group);
-    row_blocks = min(min(group + stored_in - in_tier, height - row_block), stop - at);
-    first_atom = static_cast<int64_t>(group) * args.atoms + (in_tier - group) * kUnitAtoms;
+    number = expert->number;
+    // The group's row blocks that are in the tier, counted in the expert.
+    const int before = of.first_row_block - number * height,
+              behind = args.tiers[tier + 1].first_row_block - number * height;
+    const int group = quotient(row_block, of.group_row_blocks) * of.group_row_blocks;
+    const int begin = max(group, before);
+    stored_in = min(min(group + of.group_row_blocks, height), behind) - begin;
+    row_blocks = min(begin + stored_in - row_block, stop - at);
+    first_atom =
+        static_cast<int64_t>(begin - before) * args.atoms + (row_block - begin) * kUnitAtoms;
     stage_atoms = kStageAtoms;
     while (stage_atoms > kUnitAtoms && stage_atoms * row_blocks > args.stage_row_blocks)
       stage_atoms /= 2;

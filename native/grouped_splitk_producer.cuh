@@ -54,6 +54,7 @@ __device__ __forceinline__ void produce_w(const GroupedSplitKArgs& args, const R
     const bool whole = at.row_blocks == at.stored_in;
     const uint32_t unit = at.row_blocks * kUnitBytes, stored_unit = at.stored_in * kUnitBytes;
     const uint8_t* from = ptx::load_address(args.addresses + at.tier) + at.first_atom * kWAtomBytes;
+    if (args.shifts != nullptr) from += args.shifts[at.number];
     for (int left = args.atoms; left > 0; left -= at.stage_atoms, issued++) {
       // Congestion window: the oldest copies in flight have to land first.
       for (; issued - landed >= window; landed++) {

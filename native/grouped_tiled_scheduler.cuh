@@ -107,6 +107,13 @@ struct TileScheduler : Tiles {
     slot.advance(TileQueue::kSlots);
     return row_blocks > 0;
   }
+  // Where a row block of the tile's expert lies.
+  __device__ __forceinline__ RowBlock place_of(int row_block) const {
+    const int height = args.expert_row_blocks;
+    const int64_t shift =
+        args.shifts == nullptr ? 0 : args.shifts[quotient(first_row_block, height)];
+    return RowBlock(args.weight, row_block, first_row_block, height, shift);
+  }
 
  private:
   int number;            // of the current tile, in the tier

@@ -37,9 +37,7 @@ struct RowBlock {
 
   __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block)
       : atoms(matrix.atoms) {
-    int number = 0;
-    while (number + 1 < matrix.tier_count && row_block >= matrix.tiers[number + 1].first_row_block)
-      number++;
+    const int number = tier_of(matrix, row_block);
     const PackedTier &tier = matrix.tiers[number], &next = matrix.tiers[number + 1];
     row_block -= tier.first_row_block;
     const int first = quotient(row_block, tier.wave_row_blocks) * tier.wave_row_blocks;
@@ -51,6 +49,25 @@ struct RowBlock {
     group = quotient(row_block, tier.group_row_blocks) * tier.group_row_blocks;
     group_row_blocks = min(tier.group_row_blocks, wave_row_blocks - group);
     place = row_block - group;
+    step_atoms = tier.step_atoms;
+  }
+
+  // Of a matrix that stacks others of `height` row blocks, in the one that begins at `first`: its
+  // groups are its own. It lies `shift` bytes behind its place.
+  __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block, int first,
+                                      int height, int64_t shift)
+      : atoms(matrix.atoms), group(0) {
+    const int number = tier_of(matrix, row_block);
+    const PackedTier &tier = matrix.tiers[number], &next = matrix.tiers[number + 1];
+    const int group_row_blocks = tier.group_row_blocks;
+    const int in_it = quotient(row_block - first, group_row_blocks) * group_row_blocks;
+    const int begin = max(first + in_it, tier.first_row_block);
+    wave_row_blocks =
+        min(first + min(in_it + group_row_blocks, height), next.first_row_block) - begin;
+    wave = ptx::load_address(matrix.addresses + number) + shift +
+           static_cast<int64_t>(begin - tier.first_row_block) * atoms * kWAtomBytes;
+    this->group_row_blocks = wave_row_blocks;
+    place = row_block - begin;
     step_atoms = tier.step_atoms;
   }
 
@@ -74,6 +91,14 @@ struct RowBlock {
   __device__ __forceinline__ const uint8_t* chunk(int row, int number) const {
     const int swizzled = number % kAtomChunks ^ row;
     return atom(number / kAtomChunks) + (row * kAtomChunks + swizzled) * 16;
+  }
+
+ private:
+  __device__ __forceinline__ static int tier_of(const PackedMatrix& matrix, int row_block) {
+    int number = 0;
+    while (number + 1 < matrix.tier_count && row_block >= matrix.tiers[number + 1].first_row_block)
+      number++;
+    return number;
   }
 };
 

@@ -50,6 +50,10 @@ struct Tiles : TileBounds {
   __device__ __forceinline__ uint32_t parity() const { return turn & 1; }
   // Whether this is the CTA's last tile, in launches without Stream-K.
   __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].waves; }
+  // Where a row block of W lies.
+  __device__ __forceinline__ RowBlock place_of(int row_block) const {
+    return RowBlock(args.weight, row_block);
+  }
 
  private:
   __device__ __forceinline__ bool locate() {

@@ -75,8 +75,8 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
   RingPosition fill, landed;
   int issued = 0;
   for (TileScheduler tile(args, place); tile.next();) {
-    const RowBlock row_block(args.weight,
-                             min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
+    const RowBlock row_block =
+        tile.place_of(min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
     const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);
     const int bytes =
         min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.place) * kUnitBytes;

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -108,3 +109,21 @@ def quantised(
         parts.append(MatrixPart(f"tier {number}", split, layout, tuple(data)))
         row = end
     return TieredMatrix((rows, cols), dtype, tuple(parts))
+
+
+def elsewhere(
+    matrix: TieredMatrix, experts: int, device: str
+) -> tuple[TieredMatrix, list[torch.Tensor]]:
+    """The matrix with copies of all experts that are not cut, which are to be kept.
+
+    At their places is garbage.
+    """
+    shifts, copies = torch.zeros(experts, dtype=torch.int64), []
+    for expert in range(experts):
+        if (of := matrix.stacked(expert, experts)) is None:
+            continue
+        (place,) = of.arrays
+        copies.append(place.clone().to(device))
+        shifts[expert] = copies[-1].data_ptr() - place.data_ptr()
+        place.fill_(0x7F)
+    return replace(matrix, shifts=shifts.to(device)), copies

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cards import hopper
 from emulated import EmulatedKernel
-from packed_matrices import FEW_LAYOUTS, normal, packed, quantised
+from packed_matrices import FEW_LAYOUTS, elsewhere, normal, packed, quantised
 from torch.nn import functional as F
 
 from dakrun.config import Routing
@@ -156,6 +156,22 @@ def test_formats(run: Any, layout: Quantised, rows: int, kernel_device: str) -> 
 
 
 @pytest.mark.parametrize("run", [gated, added])
+@pytest.mark.parametrize(("m", "layout"), [(80, None), (144, FEW_LAYOUTS[0])], ids=str)
+def test_experts_lie_elsewhere_than_at_their_places(
+    run: Any, m: int, layout: Quantised | None, kernel_device: str
+) -> None:
+    """Those that are not cut are one piece each, alike in all tiers; their own places are NaN."""
+    choices, height = random_choices(9, 6, 2), m // 8
+    counts = (2 * height + 3, 3 * height, height - 3)
+    matrix = matrix_of(6, m, 200, counts, kernel_device, layout or PACKED16)
+    wanted, _ = run(choices, matrix, 6, kernel_device)
+    moved, copies = elsewhere(matrix, 6, kernel_device)
+    assert len(copies) == 4, "two are cut"
+    found, _ = run(choices, moved, 6, kernel_device)
+    assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("run", [gated, added])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_an_expert_with_more_rows_than_tiles_reads_its_matrix_again(
     run: Any, tiles: int, kernel_device: str
@@ -216,13 +232,14 @@ def test_ctas_arrive_in_any_order(seed: int, kernel_device: str) -> None:
         ({"x": torch.zeros(3, 64).half()}, r"x as \[3, 128\]"),
         ({"out": torch.zeros(6, 23).half()}, r"out as \[6, 24\]"),
         ({"out": torch.zeros(4, 24).half()}, "room for the 6 pairs"),
-        ({"weight": packed(torch.zeros(240, 128).half(), [Split(30, 2)])}, "follow each other"),
+        ({"weight": packed(torch.zeros(240, 128).half(), [Split(30, 2)])}, "expert after expert"),
         ({"weight": packed(torch.zeros(60, 128).half(), [Split(8)])}, "whole row blocks"),
         ({}, "current GPU"),
     ],
 )
 def test_operands_that_do_not_fit(change: dict[str, Any], message: str) -> None:
-    choices, weight = [[0, 1]] * 3, packed(torch.zeros(240, 128).half(), [Split(30)])
+    split = Split(30, height=6)
+    choices, weight = [[0, 1]] * 3, packed(torch.zeros(240, 128).half(), [split])
     given: dict[str, Any] = {
         "x": torch.zeros(3, 128).half(), "weight": weight, "out": torch.zeros(6, 24).half(),
         "routed": routed(choices, 5, "cpu"),

@@ -10,10 +10,11 @@ import pytest
 import torch
 from cards import H200, SMALL, here, hold_to, hopper
 from emulated import EmulatedKernel, atoms_map, boxes_map
-from packed_matrices import FEW_LAYOUTS, normal, packed, quantised
+from packed_matrices import FEW_LAYOUTS, elsewhere, normal, packed, quantised
 from torch.nn import functional as F
 
 from dakrun.config import Activation, Routing
+from dakrun.formats import PACKED16
 from dakrun.formats.device_layout import Quantised
 from dakrun.hardware import Card
 from dakrun.kernels.experts import grouped_tiled, reference
@@ -31,7 +32,6 @@ from dakrun.launches import (
     expert_splits,
     grouped_launch,
     grouped_shapes,
-    split_row_blocks,
 )
 from dakrun.memory.matrix import TieredMatrix
 
@@ -57,9 +57,9 @@ def weight_of(
 ) -> TieredMatrix:
     """Experts' matrices of random elements, the same wherever their row blocks lie."""
     row_blocks = row_blocks or (experts * m // 8,)
-    access = [TierAccess(sms=2)] * len(row_blocks)
     dense = normal(experts * m, k, dtype=torch.float16, device=device) / k**0.5
-    return packed(dense, split_row_blocks(row_blocks, access, card=hopper(3)))
+    splits = expert_splits(row_blocks, expert_row_blocks=m // 8, top_k=2, card=hopper(3))
+    return packed(dense, splits)
 
 
 def run(
@@ -174,6 +174,29 @@ def test_no_bit_depends_on_how_many_rows_an_expert_has(kernel_device: str) -> No
         assert torch.equal(alone[0], many[row])
 
 
+@pytest.mark.parametrize("layout", [None, FEW_LAYOUTS[0]], ids=str)
+def test_experts_lie_elsewhere_than_at_their_places(
+    layout: Quantised | None, kernel_device: str
+) -> None:
+    """Those that are not cut, of which two groups are one tile; garbage is at their places."""
+    counts, splits = (3, 0, 70, 1), expert_splits(
+        (40, 64), expert_row_blocks=26, top_k=2, card=hopper(3)
+    )  # fmt: skip
+    stored = layout or PACKED16
+    shape = grouped_shapes(H200, stored.atom_bytes)[0]
+    if layout:
+        weight = quantised(layout, 8 * 104, 392, splits, dtype=torch.float16, device=kernel_device)
+    else:
+        weight = packed(
+            normal(8 * 104, 392, dtype=torch.float16, device=kernel_device) / 20, splits
+        )
+    launch = launch_of(shape, TierTiles(2, 16, window=3), TierTiles(1, 16))
+    wanted = run(counts, weight, launch, kernel_device)
+    moved, copies = elsewhere(weight, 4, kernel_device)
+    assert len(copies) == 3, "one is cut"
+    assert run(counts, moved, launch, kernel_device).equal(wanted)
+
+
 @pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 def test_experts_of_fewer_bits(layout: Quantised, kernel_device: str) -> None:
     counts, rows = (3, 0, 70, 1), 8 * 13
@@ -183,10 +206,7 @@ def test_experts_of_fewer_bits(layout: Quantised, kernel_device: str) -> None:
             ((52,), (TierTiles(2, 7, window=3),)),
             ((17, 35), (TierTiles(1, 12, window=3), TierTiles(1, 12))),
         ):
-            access = [TierAccess(sms=2)] * len(row_blocks)
-            splits = split_row_blocks(
-                row_blocks, access, card=hopper(3), atom_bytes=layout.atom_bytes
-            )
+            splits = expert_splits(row_blocks, expert_row_blocks=13, top_k=2, card=hopper(3))
             weight = quantised(
                 layout, 4 * rows, 392, splits, dtype=torch.float16, device=kernel_device
             )
@@ -219,7 +239,8 @@ def mixture(
         (inner_rows, down, rows, "none"),
     ):
         row_blocks = (len(matrix) // 8,)
-        split = split_row_blocks(row_blocks, access, card=card)
+        height = len(matrix) // experts // 8
+        split = expert_splits(row_blocks, expert_row_blocks=height, top_k=top_k, card=card)
         launch = grouped_launch(pairs, experts, row_blocks, access, card=card)
         weight = packed(matrix, split)
         grouped_tiled_gemm(

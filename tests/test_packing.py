@@ -19,6 +19,7 @@ from dakrun.geometry import (
 from dakrun.kernels import gemm
 from dakrun.kernels.runtime import DTYPES
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
+from dakrun.memory.tiers import Tier
 
 
 def random_bits(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,6 +92,40 @@ def test_pieces_of_any_size_make_the_same(
     assert rows == len(weight)
     for part, whole in zip(tensor.parts, expected.parts, strict=True):
         assert all(map(torch.equal, part.arrays, whole.arrays))
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 40), st.integers(1, MAX_GROUP_ROW_BLOCKS), st.data(),
+    st.integers(1, 30),
+)  # fmt: skip
+def test_a_matrix_of_a_stack_is_one_piece_stored_alike_in_every_tier(
+    count: int, height: int, group: int, data: st.DataObject, limit: int
+) -> None:
+    """Unless it is cut; and pieces of any size make the same."""
+    row_blocks, cols, rows = count * height, 136, height * ROWS_PER_BLOCK
+    weight = random_bits(row_blocks * ROWS_PER_BLOCK, cols, torch.float16)
+    cut = data.draw(st.integers(0, row_blocks))
+    splits = [
+        Split(cut, 1, group, 128, height=height),
+        Split(row_blocks - cut, 1, group, 128, height=height, cut=cut % height),
+    ]
+    matrix = packed(weight, splits)
+    assert same_bits(matrix.dense(), weight)
+    pieces = TieredMatrix.empty(
+        matrix.shape, weight.dtype, PACKED16, [("hbm", cut), ("host", row_blocks - cut)],
+        {name: Tier(name, 2**22, torch.device("cpu")) for name in ("hbm", "host")}, splits,
+    )  # fmt: skip
+    for piece in pieces.pieces(limit * ROWS_PER_BLOCK * cols):
+        piece.write(weight[piece.rows])
+    for part, whole in zip(pieces.parts, matrix.parts, strict=True):
+        assert all(map(torch.equal, part.arrays, whole.arrays))
+    for number in range(count):
+        found = matrix.stacked(number, count)
+        assert (found is None) == (number * height < cut < (number + 1) * height)
+        if found is not None:
+            alone = weight[number * rows : (number + 1) * rows]
+            assert found.arrays[0].equal(PACKED16.pack(alone, Split(height, 1, group, 128))[0])
+            assert found.tier == f"tier {int(number * height >= cut)}"
 
 
 def slow_offset(row: int, col: int, cols: int, split: Split) -> int:
@@ -172,12 +207,14 @@ def test_strides_do_not_matter() -> None:
         ({"step_cols": 0}, "multiple of 64 columns, got .*step_cols=0"),
         ({"step_cols": -128}, "multiple of 64 columns, got .*step_cols=-128"),
         ({"ctas": 0}, "at least one CTA, got Split"),
+        ({"height": 4}, "one CTA and a part of a matrix, got Split"),
+        ({"ctas": 1, "height": 4, "cut": 4}, "one CTA and a part of a matrix, got Split"),
     ],
 )
 def test_bad_splits(values: dict[str, int], message: str) -> None:
     good = {"row_blocks": 3, "ctas": 2, "group": 2, "step_cols": 256}
     with pytest.raises(ValueError, match=message):
-        Split(*{**good, **values}.values())
+        Split(**{**good, **values})
     assert Split(0, 0, 1, 128).wave == 1, "a tier may have none"
 
 

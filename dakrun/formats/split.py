@@ -8,7 +8,7 @@ is stored.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dakrun.geometry import ATOM_COLS, MAX_GROUP_ROW_BLOCKS
@@ -24,6 +24,10 @@ class Split:
     The last group may be smaller. `step_cols` columns of a group, a multiple of 64, lie together.
     If `mixed`, the row blocks are stored like this but computed by the local tier's CTAs, which
     take the groups of both tiers. By default there is one CTA, and row blocks follow each other.
+
+    Of a matrix that stacks others of `height` row blocks, such as experts, groups begin anew with
+    each of them, so that each lies in one piece, stored alike wherever it is. The tier lacks the
+    first `cut` row blocks of its first one. There is one CTA then.
     """
 
     row_blocks: int
@@ -31,6 +35,8 @@ class Split:
     group: int = 1
     step_cols: int = ATOM_COLS
     mixed: bool = False
+    height: int = 0
+    cut: int = 0
 
     def __post_init__(self) -> None:
         if (
@@ -44,11 +50,29 @@ class Split:
             )
         if self.row_blocks and self.ctas < 1:
             raise ValueError(f"expected at least one CTA, got {self}")
+        if self.height and (self.ctas != 1 or not 0 <= self.cut < self.height):
+            raise ValueError(f"expected one CTA and a part of a matrix, got {self}")
 
     @property
     def wave(self) -> int:
         """Row blocks of a wave: one group for each CTA."""
         return max(1, self.ctas * self.group)
+
+    def sections(self) -> "Iterator[tuple[int, Split]]":
+        """Row blocks that are stored one after the other: the first of each, and its own split.
+
+        They are the rest of a group that the tier begins with, the rest of its matrix, and the
+        other matrices that are stacked: together where groups divide them.
+        """
+        first, at, height = 0, self.cut, self.height  # `at` is in its matrix
+        while first < self.row_blocks:
+            count = self.row_blocks - first
+            if at % self.group:
+                count = min(count, self.group - at % self.group, height - at)
+            elif height % self.group:
+                count = min(count, height - at)
+            yield first, replace(self, row_blocks=count, height=0, cut=0)
+            first, at = first + count, (at + count) % (height or self.row_blocks)
 
 
 def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
@@ -57,6 +81,13 @@ def stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
     A piece is whole waves, or whole groups of one wave where a wave exceeds `limit`; it has up to
     `limit` row blocks, but one group at least.
     """
+    for top, section in split.sections():
+        for first, count in _stretches(section, limit):
+            yield top + first, count
+
+
+def _stretches(split: Split, limit: int) -> Iterator[tuple[int, int]]:
+    """The stretches of a section."""
     limit, first = max(1, limit // split.group) * split.group, 0
     while first < split.row_blocks:
         left, skipped = split.row_blocks - first, first % split.wave
@@ -109,9 +140,12 @@ def _matching_views(
     Both are [waves, steps, groups, columns of a step, row blocks of a group, W].
     """
     columns, row_blocks, width = atoms.shape
+    top, split = next(of for of in reversed([*split.sections()]) if of[0] <= first)
+    data = data.view(atoms.dtype)[top * columns * width :]
+    first -= top
     skipped, waves = first % split.wave, max(1, row_blocks // split.wave)
     wave, here = min(split.wave, split.row_blocks - first + skipped), row_blocks // waves
-    words = data.view(atoms.dtype)[(first - skipped) * columns * width :]
+    words = data[(first - skipped) * columns * width :]
     words = words[: waves * wave * columns * width].view(waves, -1)
     atoms = atoms.view(columns, waves, here, width)
     for column, steps, depth in _runs(columns, max(1, split.step_cols // atom_cols)):

@@ -1,5 +1,6 @@
 """Launches of products with experts: pure functions of shapes, row blocks per tier and the card."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,16 +59,21 @@ class GroupedConfig:
 def expert_splits(
     row_blocks: Sequence[int], *, expert_row_blocks: int, top_k: int, card: Card
 ) -> tuple[Split, ...]:
-    """How the `row_blocks` of each tier are stored: groups follow each other.
+    """How the `row_blocks` of each tier are stored: expert after expert, in groups of its own.
 
-    Groups divide those of an expert if there are such of half the largest size; a step of one row,
-    of `top_k` experts, is then as even as can be.
+    An expert lies in one piece of memory, stored alike in every tier, unless it is cut between two.
+    Groups divide its row blocks if there are such of half the largest size; a step of one row, of
+    `top_k` experts, is then as even as can be.
     """
-    most = MAX_GROUP_ROW_BLOCKS
-    sizes = [g for g in range(most, most // 2 - 1, -1) if expert_row_blocks % g == 0] or [most]
-    chosen = top_k * expert_row_blocks
-    group = min(sizes, key=lambda g: g * ceil_div(ceil_div(chosen, g), card.sms))
-    return tuple(Split(count, 1, group, UNIT_COLS) for count in row_blocks)
+    most, height = MAX_GROUP_ROW_BLOCKS, expert_row_blocks
+    sizes = [g for g in range(most, most // 2 - 1, -1) if height % g == 0]
+    sizes = sizes or [ceil_div(height, ceil_div(height, most))]
+    group = min(sizes, key=lambda g: g * ceil_div(ceil_div(top_k * height, g), card.sms))
+    before = [0, *itertools.accumulate(row_blocks)]
+    return tuple(
+        Split(count, 1, group, UNIT_COLS, height=height, cut=first % height)
+        for first, count in zip(before, row_blocks, strict=False)
+    )
 
 
 def expert_chunks(rows: int, card: Card, atom_bytes: int = ATOM_BYTES) -> list[slice]:

@@ -5,7 +5,7 @@ Knows row blocks, formats and tiers; neither what the rows mean nor how they are
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,10 +39,11 @@ class MatrixPart:
 
         The matrix has `cols` columns.
         """
-        assert self.split.wave == 1, "row blocks follow each other"
+        alone = self.split.wave == 1 or self.split.height == last - first
+        assert alone, "row blocks follow each other, or are a whole matrix"
         arrays = zip(self.format.arrays(cols), self.arrays, strict=True)
         some = (data[of.row_block_bytes * first : of.row_block_bytes * last] for of, data in arrays)
-        split = replace(self.split, row_blocks=last - first)
+        split = replace(self.split, row_blocks=last - first, height=0, cut=0)
         return replace(self, split=split, arrays=tuple(some))
 
 
@@ -69,12 +70,14 @@ class Piece:
 class TieredMatrix:
     """A matrix [M, K] whose row blocks lie in several tiers; parts are in the order of its rows.
 
-    Products with it are in `dtype`.
+    Products with it are in `dtype`. Of a matrix that stacks experts' `shifts`, int64 [E] on the
+    device that computes, has the bytes from each one's place to where it is, if any moves.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     parts: tuple[MatrixPart, ...]
+    shifts: torch.Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         cols = self.shape[1]
@@ -134,6 +137,21 @@ class TieredMatrix:
             found.append((part, slice(first_row(first, height), first_row(last, height))))
             first = last
         return tuple(found)
+
+    def stacked(self, number: int, count: int) -> MatrixPart | None:
+        """Matrix `number` of the `count` that this one stacks, as views.
+
+        None unless it lies in one piece, in one tier.
+        """
+        height = self.shape[0] // count
+        start, stop = number * height, (number + 1) * height
+        for part, rows in self.rows:
+            whole = start % ROWS_PER_BLOCK == height % ROWS_PER_BLOCK == 0
+            if rows.start <= start and stop <= rows.stop and whole:
+                first, last = ((at - rows.start) // ROWS_PER_BLOCK for at in (start, stop))
+                one_piece = part.split.height == last - first or part.split.wave == 1
+                return part.row_blocks(self.shape[1], first, last) if one_piece else None
+        return None
 
     def read(self, part: MatrixPart, device: torch.device | str | None = None) -> torch.Tensor:
         """The rows [R, K] of a part, with padding rows, on `device`, by default where it lies."""

@@ -13,7 +13,7 @@ import torch
 from dakrun.formats import WeightFormat
 from dakrun.geometry import MAX_TIERS, ROWS_PER_BLOCK, SPLITK_THREADS, SPLITK_X_TILES
 from dakrun.kernels.experts.route import Routed
-from dakrun.kernels.gemm.packed_matrix import addresses, atom_count
+from dakrun.kernels.gemm.packed_matrix import addresses, atom_count, check_stacked
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder, ints, pointers
@@ -39,7 +39,7 @@ class _Args(ctypes.Structure):
     """GroupedSplitKArgs of native/grouped_splitk.cuh."""
 
     _fields_ = (
-        *pointers("addresses", "ends"),
+        *pointers("addresses", "shifts", "ends"),
         *ints("tier_count", "experts", "expert_row_blocks", "k", "atoms"),
         *ints("stages", "stage_row_blocks", "top_k"),
         ("order", CtaOrder),
@@ -78,8 +78,8 @@ def gate_up(
 ) -> torch.Tensor:
     """out [pairs, M / 2] = silu(gate) * up of each pair that `routed` has of x [N, K].
 
-    `weight` [E M, K] stacks the experts' matrices; even rows are gates, odd rows ups. Groups of its
-    row blocks follow each other (launches.expert_splits). With `pdl` the launch may start before
+    `weight` [E M, K] stacks the experts' matrices; even rows are gates, odd rows ups. It is stored
+    expert after expert (launches.expert_splits). With `pdl` the launch may start before
     its predecessor ends; it waits for it before it lets its own successor start.
     Raises ValueError if an operand does not fit the others.
     """
@@ -138,8 +138,7 @@ def _launch(
         wanted["partials"] = sums.partials, shapes[0], torch.float32
         wanted["arrivals"] = sums.arrivals, shapes[1], torch.int32
     operands.check_operands(x.device, wanted)
-    if any(part.split.row_blocks and part.split.ctas != 1 for part in weight.parts):
-        raise ValueError("expected groups of row blocks that follow each other (expert_splits)")
+    check_stacked(weight, experts)
     rooms = [len(routed.places), len(routed.tokens) // top_k]
     rooms += [len(out) // top_k] if sums is None else [len(x) // top_k]
     rooms += [] if sums is None else [len(sums.partials) // top_k, len(sums.arrivals)]
@@ -148,6 +147,7 @@ def _launch(
     operands.check_gpu(x.device)
     args = _Args(
         addresses=addresses(weight, x.device),
+        shifts=operands.address(weight.shifts),
         ends=routed.ends.data_ptr(),
         tier_count=len(weight.parts),
         experts=experts,

@@ -7,7 +7,7 @@ import torch
 
 from dakrun.config import Activation
 from dakrun.geometry import MAX_TIERS, ROWS_PER_BLOCK, TILED_THREADS
-from dakrun.kernels.gemm.packed_matrix import packed_matrix
+from dakrun.kernels.gemm.packed_matrix import check_stacked, packed_matrix
 from dakrun.kernels.gemm.splitk import ACTIVATIONS
 from dakrun.kernels.gemm.tiled import (
     BEFORE_LOCAL,
@@ -32,7 +32,7 @@ class _Args(Args):
     """TiledGemmArgs of native/tiled_gemm.cuh with GROUPED."""
 
     _fields_ = (
-        *operands.pointers("ends", "taken"),
+        *operands.pointers("ends", "taken", "shifts"),
         *operands.ints("experts", "expert_row_blocks", "listed"),
     )
 
@@ -56,7 +56,8 @@ def grouped_tiled_gemm(
 ) -> torch.Tensor:
     """out[i] = activation(x[i] of [N, K] times the matrix of its expert), [N, M].
 
-    `weight` [E M, K] stacks the matrices of E experts, of M rows each, a multiple of 8. Rows of x
+    `weight` [E M, K] stacks the matrices of E experts, of M rows each, a multiple of 8, stored
+    expert after expert (launches.expert_splits). Rows of x
     up to `ends`[e], int32 [E], are those of the experts up to e; rows behind the last are left out.
     With "silu_mul" even rows of a matrix are gates and odd rows ups, and out is [N, M / 2].
     Operands are in the weight's dtype on one GPU; accumulators are float32. `launch` is for the
@@ -71,6 +72,7 @@ def grouped_tiled_gemm(
     width = m // 2 if gated else m
     if rows % (experts * ROWS_PER_BLOCK):
         raise ValueError(f"expected {experts} matrices of whole row blocks, got {rows} rows")
+    check_stacked(weight, experts)
     wanted: dict[str, operands.Wanted] = {
         "x": (x, (n, k), weight.dtype),
         "ends": (ends, (experts,), torch.int32),
@@ -94,6 +96,7 @@ def grouped_tiled_gemm(
         weight=packed_matrix(weight, x.device),
         ends=ends.data_ptr(),
         taken=counters.data_ptr(),
+        shifts=operands.address(weight.shifts),
         experts=experts,
         expert_row_blocks=m // ROWS_PER_BLOCK,
         listed=listed,

@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from dakrun.formats import WeightFormat
-from dakrun.geometry import ATOM_COLS, CHUNK, MAX_TIERS, unit_atoms
+from dakrun.geometry import ATOM_COLS, CHUNK, MAX_TIERS, ROWS_PER_BLOCK, unit_atoms
 from dakrun.kernels.runtime.operands import DTYPES, ints, pointers
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
@@ -49,6 +49,13 @@ def addresses(weight: TieredMatrix, device: torch.device) -> int:
             f"{len(parts)} tiers of {weight.dtype} in {names}"
         )
     return weight.addresses(device).data_ptr()
+
+
+def check_stacked(weight: TieredMatrix, experts: int) -> None:
+    """Raise ValueError unless `weight` is stored expert after expert (launches.expert_splits)."""
+    height = weight.shape[0] // experts // ROWS_PER_BLOCK
+    if any(part.split.row_blocks and part.split.height != height for part in weight.parts):
+        raise ValueError("expected a matrix stored expert after expert (expert_splits)")
 
 
 def atom_count(cols: int, stored: WeightFormat) -> int:
