@@ -19,11 +19,11 @@ from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL, Card, load_profile
 from dakrun.lab.evaluate import Scope, evaluate
 from dakrun.lab.evaluate.cases import attention_case, link_reads, product_case
+from dakrun.lab.evaluate.charts import Entry
 from dakrun.lab.evaluate.figures import FIGURES
 from dakrun.lab.evaluate.measure import Measurer
 from dakrun.lab.evaluate.points import (
     AttentionPoint,
-    Entry,
     FilePoint,
     Point,
     ProductPoint,
@@ -188,17 +188,11 @@ def test_another_devices_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     refused(ended, 2, "profile gh200 describes a GPU, not a CPU", "add --predict")
 
 
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    ended = run("--predict", "--profile", "gh200", "-o", tmp_path)
-    refused(ended, 3, "matplotlib", "pip install 'dakrun[plot]'")
-
-
 # --- order, budget, store
 
 
 def entry(point: Point, rank: int) -> Entry:
-    return Entry(panel="p", series="s", x=0.0, point=point, rank=rank)
+    return Entry("s", 0.0, point, rank)
 
 
 def test_points_are_in_order_of_rank_and_each_once() -> None:
@@ -234,7 +228,7 @@ def test_a_budget_takes_the_first_points(tmp_path: Path, monkeypatch: pytest.Mon
 
     done = evaluate(scope(), FIG9, store, find, {"machine": "mine"}, budget_s=2)
     assert (done.new, done.left) == (2, done.points - 2)
-    assert taken == in_order(FIG9["fig9"].entries(scope()))[:2]
+    assert taken == in_order(FIG9["fig9"].data(scope()).entries)[:2]
     assert done.page.read_text(encoding="utf-8").startswith("<!doctype html>")
     again = evaluate(scope(), FIG9, Store(tmp_path, "mine"), find, {"machine": "mine"})
     assert (again.new, again.left) == (done.points - 2, 0)
@@ -286,7 +280,7 @@ def test_results_to_try_again_and_those_of_quick_runs_do_not_count(tmp_path: Pat
 
 
 def test_no_read_asks_an_sm_for_more_than_its_ring_holds() -> None:
-    for entry in FIGURES["fig7"].entries(scope()):
+    for entry in FIGURES["fig7"].data(scope()).entries:
         read = entry.point
         assert isinstance(read, ReadPoint) and read.in_flight <= read.sms * 128 * 1024
 

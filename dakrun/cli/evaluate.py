@@ -14,7 +14,7 @@ from dakrun.cli.console import eprint, stderr_console
 from dakrun.cli.lookups import note_no_kernels, resolve_model, resolve_profile, resolve_run_profile
 from dakrun.cli.option_kinds import choice_option, option
 from dakrun.cli.options import device_option
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import UsageError
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig
@@ -109,7 +109,6 @@ def evaluate(
     from dakrun.plan import Policy
 
     figures = _figures(only)
-    _check_drawing()
     named = _names(models)
     if predict:
         hardware = resolve_profile(profile)
@@ -186,17 +185,6 @@ def _check_device(hardware: "HardwareProfile", device: Any) -> None:
         raise UsageError(
             f"profile {hardware.name} describes {names[hardware.device]}, not {names[kind]}",
             hint="leave out --profile, or add --predict to measure nothing",
-        )
-
-
-def _check_drawing() -> None:
-    """Raise CannotRun without matplotlib, before anything is measured."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise CannotRun(
-            "the page's pictures need matplotlib, which is not installed",
-            hint="pip install 'dakrun[plot]'",
         )
 
 

@@ -1,12 +1,11 @@
-"""What `dakrun evaluate` measures: points, their results, and where a figure shows them.
+"""What `dakrun evaluate` measures: points and their results. charts.py says where they are shown.
 
 A point says what is measured, so that figures may share it; its time also depends on the machine,
 the commit, and whether the run is quick, which the store keeps beside it. Imports no torch.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from dakrun.plan import Strategy
@@ -142,62 +141,3 @@ class Result:
         if not self.seconds or not self.read_bytes:
             return None
         return self.read_bytes / self.seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A point in a figure: its panel, the series (a line or colour of bars) and its place there.
-
-    Entries of lower `rank` are measured first.
-    """
-
-    panel: str
-    series: str
-    x: float
-    point: Point
-    rank: int = 1
-
-
-@dataclass(frozen=True)
-class FigureData:
-    """The entries of a figure and the results that are known by now."""
-
-    entries: Sequence[Entry]
-    results: "dict[str, Result]" = field(default_factory=dict)  # by the point's key
-
-    def of(self, entry: Entry) -> Result | None:
-        """The result of `entry`; None if it is not known yet."""
-        return self.results.get(entry.point.key)
-
-    def panels(self) -> list[str]:
-        """The names of panels, in order."""
-        return list(dict.fromkeys(entry.panel for entry in self.entries))
-
-    def lines(self, panel: str) -> dict[str, list[tuple[Entry, Result]]]:
-        """The series of a panel: entries with known results, problems included, in order of x."""
-        lines: dict[str, list[tuple[Entry, Result]]] = {}
-        for entry in self.entries:
-            if entry.panel == panel:
-                line = lines.setdefault(entry.series, [])
-                if (result := self.of(entry)) is not None:
-                    line.append((entry, result))
-        return {name: sorted(line, key=lambda of: of[0].x) for name, line in lines.items()}
-
-    def times(self, panel: str, series: str) -> list[tuple[float, float]]:
-        """(x, seconds) of a series where there are any."""
-        line = self.lines(panel).get(series, [])
-        return [(entry.x, result.seconds) for entry, result in line if result.seconds]
-
-    def problems(self) -> list[str]:
-        """The reasons why entries have no time, each once."""
-        known = (self.of(entry) for entry in self.entries)
-        return list(dict.fromkeys(of.problem for of in known if of and of.problem))
-
-    def errors(self) -> list[float]:
-        """Predicted over measured time, less 1, of every entry of dakrun that has both."""
-        known = (self.of(e) for e in self.entries if getattr(e.point, "by", "dakrun") == "dakrun")
-        return [
-            result.predicted_s / result.seconds - 1
-            for result in known
-            if result and result.source == "measured" and result.seconds and result.predicted_s
-        ]

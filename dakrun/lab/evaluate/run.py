@@ -16,11 +16,14 @@ from dakrun.errors import GpuFailed
 from dakrun.hardware import LOCAL, cpu_name, why_no_kernels
 from dakrun.lab.bench.ceilings import Ceilings
 from dakrun.lab.bench.output import commit
+from dakrun.lab.evaluate.charts import Entry
 from dakrun.lab.evaluate.figures import Figure
-from dakrun.lab.evaluate.points import Entry, FigureData, Point, Result
+from dakrun.lab.evaluate.page import page
+from dakrun.lab.evaluate.points import Point, Result
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.evaluate.store import Store, read_run, write_csv, write_run, write_text
+from dakrun.lab.evaluate.tables import tables
 
 COPIED = " by the copy engine"  # behind a tier's name in run.json
 Progress = Callable[[int, int, str], None]  # points done, points in all, the next one's name
@@ -51,8 +54,7 @@ def evaluate(
     Points of lower rank come first. None begins later than `budget_s` seconds. `run` is written as
     run.json. The page is also written when an error or an interrupt ends the run.
     """
-    entries = {name: figure.entries(scope) for name, figure in figures.items()}
-    points = in_order(entry for of in entries.values() for entry in of)
+    points = in_order(entry for figure in figures.values() for entry in figure.data(scope).entries)
     missing = [point for point in points if point.key not in store.results]
     known, start, done = len(points) - len(missing), time.perf_counter(), 0
     write_run(store.folder, run)
@@ -69,10 +71,7 @@ def evaluate(
             done += 1
         progress(known + done, len(points), "")
     finally:
-        from dakrun.lab.evaluate.page import page
-        from dakrun.lab.evaluate.tables import tables
-
-        found = {name: FigureData(of, store.results) for name, of in entries.items()}
+        found = {name: figure.data(scope, store.results) for name, figure in figures.items()}
         for name, of in found.items():
             write_csv(store.folder / f"{name}.csv", of)
         shown = list(figures.values())

@@ -6,9 +6,11 @@ Imports no torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.lab.evaluate.points import AttentionPoint, ProductPoint, StepPoint
 from dakrun.plan import Links, Op, Plan, Policy, decode_ops, make_plan
 
 QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
@@ -33,6 +35,16 @@ class Scope:
     def new_tokens(self) -> int:
         """New tokens of a request; the first is the prompt's."""
         return (QUICK_STEPS if self.quick else FULL_STEPS) + 1
+
+    @property
+    def near(self) -> str:
+        """What the local tier is called."""
+        return "HBM" if self.profile.device == "cuda" else "local memory"
+
+    @property
+    def outside(self) -> str:
+        """The axis of offload ratios."""
+        return f"weight and KV bytes outside {self.near} (%)"
 
     @cached_property
     def links(self) -> Links:
@@ -64,24 +76,38 @@ class Scope:
         near = round(self.turning_point, 4)
         return sorted({0.0, near, *far}) if near < 0.9 else [0.0, *far]
 
+    def step(self, model: str, batch_size: int, ratio: float | None, **more: Any) -> StepPoint:
+        """A decode step of `model` with this scope's new tokens and remote tier."""
+        common = {"new_tokens": self.new_tokens, "remote": self.remote}
+        return StepPoint(model=model, batch_size=batch_size, ratio=ratio, **{**common, **more})
+
+    def product(
+        self, model: str, op: str, n: int, ratio: float, without: tuple[str, ...] = ()
+    ) -> ProductPoint:
+        """A product of `model` with this scope's remote tier."""
+        return ProductPoint(
+            model=model, op=op, n=n, ratio=ratio, remote=self.remote, without=without
+        )
+
+    def attention(
+        self, model: str, slots: int, length: int, ratio: float, without: tuple[str, ...] = ()
+    ) -> AttentionPoint:
+        """Attention of `model` with this scope's remote tier."""
+        return AttentionPoint(
+            model=model, batch_size=slots, length=length, ratio=ratio, remote=self.remote,
+            without=without,
+        )  # fmt: skip
+
     def ops(self, model: str, *, batch_size: int, prompt_len: int = 32) -> tuple[Op, ...]:
         """The ops of a decode step of `model`, whether it fits or not."""
-        workload = Workload(
-            batch_size=batch_size,
-            prompt_len=prompt_len,
-            new_tokens=self.new_tokens,
-            max_model_len=prompt_len + self.new_tokens,
+        return decode_ops(
+            self.models[model], self._workload(batch_size, prompt_len, self.new_tokens)
         )
-        return decode_ops(self.models[model], workload)
 
     def products(self, model: str, *, n: int) -> list[Op]:
         """The linear ops of a layer with `n` rows of X."""
         ops = self.ops(model, batch_size=n)
         return [op for op in ops if op.in_layer and op.category == "linear"]
-
-    def largest_product(self, model: str) -> Op:
-        """The linear op of a layer with the largest weight."""
-        return max(self.products(model, n=1), key=lambda op: op.resident_bytes)
 
     def plan(
         self,
@@ -93,12 +119,14 @@ class Scope:
         policy: Policy | None = None,
     ) -> Plan:
         """The plan for `model` on this machine; CannotRun if it does not fit."""
-        new = new_tokens or self.new_tokens
-        workload = Workload(
-            batch_size=batch_size,
-            prompt_len=prompt_len,
-            new_tokens=new,
-            max_model_len=prompt_len + new,
-        )
+        workload = self._workload(batch_size, prompt_len, new_tokens or self.new_tokens)
         policy = policy or Policy(offload_ratio=0.0, remote=(self.remote,))
         return make_plan(self.models[model], workload, self.profile, policy)
+
+    def _workload(self, batch_size: int, prompt_len: int, new_tokens: int) -> Workload:
+        return Workload(
+            batch_size=batch_size,
+            prompt_len=prompt_len,
+            new_tokens=new_tokens,
+            max_model_len=prompt_len + new_tokens,
+        )

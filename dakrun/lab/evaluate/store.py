@@ -4,6 +4,7 @@ A result that was appended survives a crash; a torn last line is ignored.
 """
 
 import csv
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.lab.bench.output import commit
-from dakrun.lab.evaluate.points import FigureData, Point, Result
+from dakrun.lab.evaluate.charts import FigureData
+from dakrun.lab.evaluate.points import Point, Result
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))
 
@@ -61,7 +63,7 @@ class Store:
 
 def write_run(folder: Path, run: Mapping[str, Any]) -> None:
     """Write run.json."""
-    _replace(folder / "run.json", json.dumps(run, indent=2) + "\n")
+    write_text(folder / "run.json", json.dumps(run, indent=2) + "\n")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -75,28 +77,23 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def write_csv(path: Path, data: FigureData) -> None:
     """Write a figure's entries, with points and results that are known, as rows."""
-    entries = [(entry, data.of(entry)) for entry in data.entries]
-    names = dict.fromkeys(name for entry, _ in entries for name in entry.point.figures())
+    entries = [(chart.name, entry) for chart in data.charts for entry in chart.entries]
+    names = dict.fromkeys(name for _, entry in entries for name in entry.point.figures())
     # Some names are a point's and a result's: the point's is what was asked for.
     header = ["panel", "series", "x", "kind", *(f"point_{name}" for name in names), *RESULT_FIELDS]
-    partial = path.with_name(f".{path.name}")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, header, restval="", lineterminator="\n")
-        writer.writeheader()
-        for entry, result in entries:
-            asked = {f"point_{name}": _cell(of) for name, of in entry.point.figures().items()}
-            place = {"panel": entry.panel, "series": entry.series, "x": entry.x}
-            known = asdict(result) if result else {}
-            writer.writerow({**place, "kind": entry.point.kind, **asked, **known})
-    partial.replace(path)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, header, restval="", lineterminator="\n")
+    writer.writeheader()
+    for panel, entry in entries:
+        asked = {f"point_{name}": _cell(of) for name, of in entry.point.figures().items()}
+        place = {"panel": panel, "series": entry.series, "x": entry.x, "kind": entry.point.kind}
+        result = data.of(entry)
+        writer.writerow({**place, **asked, **(asdict(result) if result else {})})
+    write_text(path, out.getvalue())
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    _replace(path, text)
-
-
-def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -2,7 +2,8 @@
 
 STYLE = """
 :root { --paper: #fff; --ink: #1b1f24; --dim: #57606a; --line: #d0d7de; --tint: #f4f6f8;
-  --link: #0a58a8; }
+  --link: #0a58a8; --series-0: #0072b2; --series-1: #d55e00; --series-2: #009e73;
+  --series-3: #b0508c; --series-4: #a06e00; --series-5: #3c94c8; }
 @media screen and (prefers-color-scheme: dark) {
   :root { --paper: #14171a; --ink: #e4e8ec; --dim: #9aa4ae; --line: #3a4149; --tint: #1d2125;
     --link: #7db7ef; --series-0: #56a8e8; --series-1: #f0803c; --series-2: #2fc79a;
@@ -29,10 +30,25 @@ section { border-top: 2px solid var(--line); margin-top: 2rem; padding-top: 1.25
 .finding { border-color: currentColor; }
 p b { color: var(--ink); margin-right: 0.25rem; }
 code { font: 0.9em ui-monospace, monospace; overflow-wrap: anywhere; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr));
   gap: 1.25rem; margin: 1rem 0; }
-figure { margin: 0; max-width: 40rem; min-width: 0; font-family: system-ui, sans-serif; }
-figure svg { display: block; }
+figure { margin: 0; max-width: 40rem; min-width: 0; }
+figure svg { display: block; width: 100%; height: auto; font-size: 12px; fill: currentColor; }
+figcaption b { display: block; }
+.x { text-align: center; margin: 0; }
+ul.key { list-style: none; padding: 0; margin: 0.25rem 0; display: flex; flex-wrap: wrap;
+  gap: 0 1rem; font-size: 0.9rem; }
+figure .key svg, b.key { display: inline-block; width: 32px; margin-right: 0.4rem;
+  vertical-align: middle; text-align: center; }
+.grid, .axis, .mark, .l, .line { fill: none; stroke: currentColor; }
+.grid { opacity: 0.14; } .mark { stroke-dasharray: 2 2; } .line { opacity: 0.75; }
+.s0 { --c: var(--series-0); } .s1 { --c: var(--series-1); } .s2 { --c: var(--series-2); }
+.s3 { --c: var(--series-3); } .s4 { --c: var(--series-4); } .s5 { --c: var(--series-5); }
+.l.measured, .l.predicted { stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; }
+.l.predicted, rect.predicted { stroke-dasharray: 5 3; }
+.p { stroke: var(--c); stroke-width: 1.4; fill: var(--paper); }
+.p.measured { fill: var(--c); stroke: var(--paper); stroke-width: 0.6; }
+rect.measured { fill: var(--c); } rect.predicted { fill: none; stroke: var(--c); }
 .scroll { overflow-x: auto; margin: 0.75rem 0; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left;

@@ -6,11 +6,11 @@ Knows figures and their panels; measures nothing.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dakrun.lab.evaluate.figures.base import Figure
-from dakrun.lab.evaluate.panel import Panel
-from dakrun.lab.evaluate.points import FigureData
+from dakrun.lab.evaluate.charts import FigureData
+from dakrun.lab.evaluate.figures import Figure
+from dakrun.lab.evaluate.page import ceilings
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.units import format_rate
+from dakrun.lab.panel import Panel
 
 MARKS = {"measured": "", "predicted": " (predicted)"}
 
@@ -19,26 +19,18 @@ def tables(
     figures: Sequence[Figure], data: Mapping[str, FigureData], scope: Scope, run: Mapping[str, Any]
 ) -> str:
     """A table for each panel, below its figure's title and finding. Bounds are left out."""
-    return "\n".join(_text(figures, data, scope, run)) + "\n"
-
-
-def _text(
-    figures: Sequence[Figure], data: Mapping[str, FigureData], scope: Scope, run: Mapping[str, Any]
-) -> Iterator[str]:
-    ceilings = [f"{name} {format_rate(rate)}" for name, rate in run.get("ceilings", {}).items()]
+    rates = ", ".join(ceilings(scope, run))
     facts = [str(run[name]) for name in ("machine", "date", "commit") if run.get(name)]
-    yield "; ".join([*facts, *([f"ceilings: {', '.join(ceilings)}"] if ceilings else [])])
+    lines = ["; ".join([*facts, *([f"ceilings: {rates}"] if rates else [])])]
     if why := run.get("why_no_kernels"):
-        yield f"{why}; all figures below are those of the kernels, if they ran there"
+        lines.append(f"{why}; all figures below are those of the kernels, if they ran there")
     if command := run.get("command"):
-        yield f"`{command}`"
+        lines.append(f"`{command}`")
     for figure in figures:
-        if figure.name not in data:
-            continue
-        yield f"\n#### {figure.title}\n"
-        yield figure.finding(data[figure.name], scope)
-        for panel in figure.panels(data[figure.name], scope):
-            yield from _table(panel)
+        if (of := data.get(figure.name)) is not None:
+            lines += [f"\n#### {figure.title}\n", figure.finding(of)]
+            lines += [line for panel in of.panels(parts=False) for line in _table(panel)]
+    return "\n".join(lines) + "\n"
 
 
 def _table(panel: Panel) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from dakrun.lab.evaluate.figures.ablations import Ablations
 from dakrun.lab.evaluate.figures.base import Figure
-from dakrun.lab.evaluate.figures.capacity import Capacity
+from dakrun.lab.evaluate.figures.capacity import InHbm, ManyRequests
 from dakrun.lab.evaluate.figures.link import LinkReads
 from dakrun.lab.evaluate.figures.multicast import LinkBytes, Multicast
 from dakrun.lab.evaluate.figures.ops import OpRatios
@@ -10,20 +10,10 @@ from dakrun.lab.evaluate.figures.ours import Ours
 from dakrun.lab.evaluate.figures.ratios import LargeBatch, SmallBatch
 from dakrun.lab.evaluate.figures.strategies import Strategies
 
-FIGURES: dict[str, Figure] = {
-    figure.name: figure
-    for figure in (
-        SmallBatch(),
-        OpRatios(),
-        LinkReads(),
-        LinkBytes(),
-        LargeBatch(),
-        Capacity(),
-        Strategies(),
-        Ablations(),
-        Multicast(),
-        Ours(),
-    )
-}
+KINDS: tuple[type[Figure], ...] = (
+    *(SmallBatch, OpRatios, LinkReads, LinkBytes, LargeBatch, InHbm, ManyRequests),
+    *(Strategies, Ablations, Multicast, Ours),
+)
+FIGURES: dict[str, Figure] = {kind.name: kind() for kind in KINDS}
 
 __all__ = ["FIGURES", "Figure"]

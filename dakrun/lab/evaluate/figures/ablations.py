@@ -1,37 +1,20 @@
 """Figure 12: ablations of the congestion window and of wave alignment."""
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
-from dakrun.lab.evaluate.figures.base import (
-    STEP_AXIS,
-    US_AXIS,
-    Figure,
-    factor,
-    microseconds,
-    milliseconds,
-    panel_of,
-    sentence,
-)
-from dakrun.lab.evaluate.panel import Panel
-from dakrun.lab.evaluate.points import (
-    AttentionPoint,
-    Entry,
-    FigureData,
-    Point,
-    ProductPoint,
-    StepPoint,
-)
+from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, best_of, factor, gains, scaled
+from dakrun.lab.evaluate.points import Point
 from dakrun.lab.evaluate.scope import Scope
 
 ALL = "with both"
-VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (ALL, ()),
-    ("without the window", ("window",)),
-    ("without alignment", ("alignment",)),
-)
-ATTENTION = (32, 1024)  # slots and positions
+VARIANTS: dict[str, tuple[str, ...]] = {
+    ALL: (), "without the window": ("window",), "without alignment": ("alignment",)
+}  # fmt: skip
+SLOTS, LENGTH = (32, 64), 1024  # of attention
 BATCHES = (8, 512)  # for the GEMM of few rows, and for the tiled one
+STEP = Quantity("decode step (ms)", scaled("seconds", 1e3))
 
 
 class Ablations(Figure):
@@ -44,118 +27,64 @@ class Ablations(Figure):
         "Alignment rounds each tier's part to whole waves of its SMs, so that no wave is partly "
         "idle."
     )
-    step: ClassVar[str] = "whole models, batch 8"
+    claimed = "Paper: both speed up GEMM and attention. Here, at most:"
 
-    def entries(self, scope: Scope) -> list[Entry]:
+    def charts(self, scope: Scope) -> list[Chart]:
+        # The ratio with most to lose: HBM and the link take the same time.
+        ratio, model = round(min(scope.turning_point, 0.5), 4), next(iter(scope.models))
+        far = {slots: max(1, round(ratio * slots)) for slots in SLOTS}
+        outside = f", {100 * ratio:.2g}% outside {scope.near}"
+        # (name, the rest of the title, axis, what is shown, rank, points by category)
+        gemms = [
+            (f"{model}, GEMM of {n} rows", outside, "op", LAUNCH, 1 if n == 8 else 2, {
+                op.name: partial(scope.product, model, op.name, n, ratio)
+                for op in scope.products(model, n=n)
+            })
+            for n in BATCHES
+        ]  # fmt: skip
+        attention = {
+            f"{count} of {slots} slots": partial(
+                scope.attention, model, slots, LENGTH, count / slots
+            )
+            for slots, count in far.items()
+        }
+        steps = {
+            name: partial(scope.step, name, 8, ratio, transport="direct") for name in scope.models
+        }
+        kinds: list[tuple[str, str, str, Quantity, int, Mapping[str, Callable[..., Point]]]] = [
+            *gemms,
+            (f"{model}, attention to {LENGTH:,} positions", "", f"slots outside {scope.near}",
+             LAUNCH, 1, attention),
+            ("whole models, batch 8", outside, "model", STEP, 0, steps),
+        ]  # fmt: skip
         return [
-            Entry(panel=panel, series=series, x=x, rank=rank, point=point)
-            for series, without in VARIANTS
-            for panel, x, rank, point in self.points(scope, without)
+            Chart(
+                name=name,
+                title=name + more,
+                x=x,
+                shown=[shown],
+                categories=list(places),
+                entries=[
+                    Entry(series, number, place(without=without), rank)
+                    for series, without in VARIANTS.items()
+                    for number, place in enumerate(places.values())
+                ],
+            )
+            for name, more, x, shown, rank, places in kinds
         ]
 
-    def ratio(self, scope: Scope) -> float:
-        """The ratio with most to lose: HBM and the link take the same time."""
-        return round(min(scope.turning_point, 0.5), 4)
+    def sentences(self, data: FigureData) -> Iterator[str]:
+        worst: dict[str, list[str]] = {}
+        for series in list(VARIANTS)[1:]:
+            for chart, x, cost in gains(data, ALL, series):
+                clause = f"{series} up to {factor(cost)} the time ({chart.categories[int(x)]})"
+                worst.setdefault(chart.name, []).append(clause)
+        yield from (f"{name}: {', '.join(clauses)}." for name, clauses in worst.items())
 
-    def points(
-        self, scope: Scope, without: tuple[str, ...]
-    ) -> Iterator[tuple[str, int, int, Point]]:
-        """(panel, number of the category, rank, point)."""
-        ratio, model = self.ratio(scope), next(iter(scope.models))
-        for n in BATCHES:
-            for x, op in enumerate(scope.products(model, n=n)):
-                product = ProductPoint(
-                    model=model, op=op.name, n=n, ratio=ratio, remote=scope.remote, without=without
-                )
-                yield f"{model}, GEMM of {n} rows", x, 1 if n == 8 else 2, product
-        for x, slots in enumerate(self.slots()):
-            attention = AttentionPoint(
-                model=model,
-                batch_size=slots,
-                length=ATTENTION[1],
-                ratio=self.remote_slots(slots, scope) / slots,
-                remote=scope.remote,
-                without=without,
-            )
-            yield f"{model}, attention to {ATTENTION[1]:,} positions", x, 1, attention
-        for x, name in enumerate(scope.models):
-            step = StepPoint(
-                model=name,
-                batch_size=8,
-                new_tokens=scope.new_tokens,
-                ratio=ratio,
-                transport="direct",
-                remote=scope.remote,
-                without=without,
-            )
-            yield self.step, x, 0, step
-
-    def slots(self) -> tuple[int, ...]:
-        return (ATTENTION[0], 2 * ATTENTION[0])
-
-    def remote_slots(self, slots: int, scope: Scope) -> int:
-        """Slots outside HBM, of which there is at least one."""
-        return max(1, round(self.ratio(scope) * slots))
-
-    def categories(self, panel: str, scope: Scope) -> list[str]:
-        """The groups of bars of a panel."""
-        if panel == self.step:
-            return list(scope.models)
-        if "attention" in panel:
-            return [f"{self.remote_slots(n, scope)} of {n} slots" for n in self.slots()]
-        return [op.name for op in scope.products(next(iter(scope.models)), n=8)]
-
-    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
-        panels = []
-        for name in data.panels():
-            whole, outside = name == self.step, f"{100 * self.ratio(scope):.2g}% outside HBM"
-            panels.append(
-                panel_of(
-                    data,
-                    name,
-                    (lambda r: milliseconds(r.seconds))
-                    if whole
-                    else (lambda r: microseconds(r.seconds)),
-                    title=name if "attention" in name else f"{name}, {outside}",
-                    x="model" if whole else "slots outside HBM" if "attention" in name else "op",
-                    y=STEP_AXIS if whole else US_AXIS,
-                    categories=self.categories(name, scope),
-                )
-            )
-        return panels
-
-    def worst(self, data: FigureData, panel: str, series: str) -> tuple[float, float] | None:
-        """(x, time without over time with both) where it is largest."""
-        base = dict(data.times(panel, ALL))
-        costs = [(x, s / base[x]) for x, s in data.times(panel, series) if x in base]
-        return max(costs, key=lambda of: of[1], default=None)
-
-    def finding(self, data: FigureData, scope: Scope) -> str:
-        parts = []
-        for panel in data.panels():
-            clauses = []
-            for series, without in VARIANTS:
-                if without and (cost := self.worst(data, panel, series)):
-                    place = self.categories(panel, scope)[int(cost[0])]
-                    clauses.append(f"{series} up to {factor(cost[1])} the time ({place})")
-            if clauses:
-                parts.append(f"{panel}: {', '.join(clauses)}.")
-        return sentence(parts, data)
-
-    def claim(self, data: FigureData, scope: Scope) -> str:
-        costs = {
-            series: max(
-                (c[1] for panel in data.panels() if (c := self.worst(data, panel, series))),
-                default=None,
-            )
-            for series, without in VARIANTS
-            if without
-        }
-        here = [f"{name} {factor(cost)} the time" for name, cost in costs.items() if cost]
-        return (
-            "Paper: both speed up GEMM and attention. Here, at most: "
-            f"{', '.join(here) or 'not measured yet'}."
-        )
+    def here(self, data: FigureData) -> Iterator[str]:
+        for series in list(VARIANTS)[1:]:
+            for cost in best_of([cost for *_, cost in gains(data, ALL, series)]):
+                yield f"{series} {cost} the time"
 
     def notes(self, scope: Scope) -> list[str]:
         return [

@@ -1,4 +1,4 @@
-"""What a figure is, and what figures share: panels from results, factors and crossings.
+"""What a figure is, and what figures share: quantities, factors and crossings.
 
 Imports neither torch nor matplotlib.
 """
@@ -7,133 +7,85 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from dakrun.config import Dtype
-from dakrun.lab.evaluate.panel import Panel, Series
-from dakrun.lab.evaluate.points import Entry, FigureData, Result, Source
+from dakrun.lab.evaluate.charts import Chart, Curve, FigureData, Quantity, brief
+from dakrun.lab.evaluate.points import Result
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import Op, compute_time, greedy
-from dakrun.units import format_seconds
 
-Curve = Sequence[tuple[float, float]]  # (x, seconds)
-ROOT_BELOW = 0.05  # of the turning point: curves by ratio then need room near 0
-PERCENT = "weight and KV bytes outside HBM (%)"
-EB_AXIS = "EB: weight bytes per step time (GB/s)"
-STEP_AXIS = "decode step (ms)"
-US_AXIS = "time of a launch (us)"
-RATE_AXIS = "bytes read per time (GB/s)"
 SAME = 0.005  # factors closer to 1 than this are equal
+NOT_YET = "not measured yet"
 
 
 class Figure(ABC):
-    """A figure of the paper: what it measures, and what is said and drawn of the results."""
+    """A figure of the paper: what it measures, and what is said of the results.
+
+    `paper` is what the paper shows, `claimed` its claim up to this machine's figures, which `here`
+    gives.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str]
-    paper: ClassVar[str]  # what the paper shows
+    paper: ClassVar[str]
+    claimed: ClassVar[str]
 
     @abstractmethod
-    def entries(self, scope: Scope) -> list[Entry]:
-        """The points to measure."""
+    def charts(self, scope: Scope) -> list[Chart]:
+        """What is measured, and how it is drawn."""
 
     @abstractmethod
-    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
-        """The pictures."""
-
-    @abstractmethod
-    def finding(self, data: FigureData, scope: Scope) -> str:
+    def sentences(self, data: FigureData) -> Iterable[str]:
         """What the results say: who wins, by what factor, where the crossing lies."""
 
-    @abstractmethod
-    def claim(self, data: FigureData, scope: Scope) -> str:
-        """The paper's claim beside this machine's figure."""
+    def here(self, data: FigureData) -> Iterable[str]:
+        """This machine's figures beside the paper's claim."""
+        return []
 
-    def table(self, data: FigureData, scope: Scope) -> list[list[str]]:
-        """Rows of a table beside the panels, the header first; none for most figures."""
+    def missing(self, scope: Scope) -> str:
+        """Why `here` gives none."""
+        return NOT_YET
+
+    def table(self, data: FigureData) -> list[list[str]]:
+        """Rows of a table beside the pictures, the header first; none for most figures."""
         return []
 
     def notes(self, scope: Scope) -> list[str]:
         """Differences from the paper, and what to know when reading."""
         return []
 
+    def data(self, scope: Scope, results: dict[str, Result] | None = None) -> FigureData:
+        """The charts with the `results` that are known, by the points' keys."""
+        return FigureData(scope, self.charts(scope), results or {})
 
-def panel_of(
-    data: FigureData,
-    name: str,
-    value: Callable[[Result], float | None],
-    *,
-    title: str,
-    x: str,
-    y: str,
-    lines: Iterable[Series] = (),
-    categories: Sequence[str] = (),
-    log_x: bool = False,
-    log_y: bool = False,
-    root_x: bool = False,
-    marks: Sequence[tuple[float, str]] = (),
-) -> Panel:
-    """The panel `name` with `value` of each result, and further `lines`.
+    def finding(self, data: FigureData) -> str:
+        """The sentences; or why there are none."""
+        if text := " ".join(self.sentences(data)):
+            return text
+        if problems := data.problems():
+            return f"Too few points have a time: {', '.join(map(brief, problems))}."
+        return "Nothing is measured yet."
 
-    What has no value is a marker at its place, with the reason.
-    """
-    series: list[Series] = []
-    for label, line in data.lines(name).items():
-        for kind in get_args(Source):
-            known = [
-                (entry.x, of)
-                for entry, result in line
-                if result.source == kind and (of := value(result)) is not None
-            ]
-            if known:
-                series.append(Series(name=label, points=known, kind=kind))
-        reasons: dict[str, list[tuple[float, float]]] = {}
-        for entry, result in line:
-            if result.problem:
-                reasons.setdefault(brief(result.problem), []).append((entry.x, 0.0))
-        series += [
-            Series(name=label, points=points, kind="missing", note=reason)
-            for reason, points in reasons.items()
-        ]
-    return Panel(
-        title=title,
-        x=x,
-        y=y,
-        series=[*series, *lines],
-        categories=categories,
-        log_x=log_x,
-        log_y=log_y,
-        root_x=root_x,
-        marks=marks,
-    )
+    def claim(self, data: FigureData) -> str:
+        """The paper's claim beside this machine's figures."""
+        here = ", ".join(self.here(data)) or self.missing(data.scope)
+        return f"{self.claimed} {here}." if self.claimed.endswith(":") else self.claimed
 
 
-def root_x(scope: Scope) -> bool:
-    """Whether curves by ratio are drawn over square roots: what matters then lies near 0."""
-    return scope.turning_point < ROOT_BELOW
+def scaled(name: str, scale: float) -> Callable[[Result], float | None]:
+    """The figure `name` of a result, times `scale`."""
+
+    def value(result: Result) -> float | None:
+        known = getattr(result, name)
+        return None if known is None else known * scale
+
+    return value
 
 
-def brief(problem: str) -> str:
-    """The beginning of a problem, for a label."""
-    first = problem.partition("; ")[0].partition(": ")[0]
-    return first if len(first) <= 48 else f"{first[:45]}..."
-
-
-def gigabytes(rate: float | None) -> float | None:
-    return None if rate is None else rate / 1e9
-
-
-def milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
-
-
-def microseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e6
-
-
-def fastest(curve: Curve) -> tuple[float, float] | None:
-    """The point of least time."""
-    return min(curve, key=lambda of: of[1], default=None)
+EB = Quantity("EB: weight bytes per step time (GB/s)", scaled("eb", 1e-9), log=True)
+STEP = Quantity("decode step (ms)", scaled("seconds", 1e3), log=True)
+LAUNCH = Quantity("time of a launch (us)", scaled("seconds", 1e6))
 
 
 def thresholds(op: Op, dtype: Dtype, scope: Scope) -> tuple[float, float]:
@@ -143,6 +95,11 @@ def thresholds(op: Op, dtype: Dtype, scope: Scope) -> tuple[float, float]:
     least = max(compute, op.read_bytes / scope.links.total_rate())
     curve = greedy.Curve(op.read_bytes, op.read_bytes, least, local, remote)
     return curve.a, curve.b
+
+
+def fastest(curve: Curve) -> tuple[float, float] | None:
+    """The point of least time."""
+    return min(curve, key=lambda of: of[1], default=None)
 
 
 def at(curve: Curve, x: float) -> float | None:
@@ -175,9 +132,20 @@ def largest(curve: Curve, other: Curve) -> tuple[float, float] | None:
     return max(factors(curve, other), key=lambda of: of[1], default=None)
 
 
+def gains(data: FigureData, one: str, other: str) -> list[tuple[Chart, float, float]]:
+    """(chart, x, factor) by which the series `one` is faster than `other` at most, by chart."""
+    found = ((of, largest(data.times(of, one), data.times(of, other))) for of in data.charts)
+    return [(chart, *gain) for chart, gain in found if gain]
+
+
 def factor(value: float) -> str:
     """ "1.32 x"."""
     return f"{value:.2f} x"
+
+
+def best_of(values: Sequence[float]) -> list[str]:
+    """The largest factor, if there is any."""
+    return [factor(max(values))] if values else []
 
 
 def faster(value: float, what: str, other: str) -> str:
@@ -187,16 +155,3 @@ def faster(value: float, what: str, other: str) -> str:
     if value > 1:
         return f"{what} is {factor(value)} as fast as {other}"
     return f"{what} takes {factor(1 / value)} as long as {other}"
-
-
-def seconds(value: float) -> str:
-    return format_seconds(value)
-
-
-def sentence(parts: Iterable[str], data: FigureData) -> str:
-    """The parts, each a sentence; or why there are none."""
-    if text := " ".join(parts):
-        return text
-    if problems := data.problems():
-        return f"Too few points have a time: {', '.join(map(brief, problems))}."
-    return "Nothing is measured yet."

@@ -1,17 +1,16 @@
 """Figures 10 and 14: decode steps of batches and prompts that may not fit in HBM."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
 from dakrun.lab.evaluate.figures.base import (
-    STEP_AXIS,
+    STEP,
     Figure,
-    factor,
+    best_of,
     faster,
+    gains,
     largest,
-    milliseconds,
-    panel_of,
-    seconds,
-    sentence,
+    scaled,
 )
 from dakrun.lab.evaluate.figures.paper_ratios import (
     MODEL,
@@ -21,149 +20,125 @@ from dakrun.lab.evaluate.figures.paper_ratios import (
     named,
     paper_ratios,
 )
-from dakrun.lab.evaluate.panel import Panel, Series
-from dakrun.lab.evaluate.points import Entry, FigureData, Result, StepPoint
 from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.panel import Series
+from dakrun.units import format_seconds
 
-CASES = ((8, 32), *PERCENT)  # batch, prompt length
-BUDGETS = (ROOM, 50_000_000_000)
+Case = tuple[int, int]  # batch, prompt length
 CHOICE, COPIED = "planner's choice", "copied ahead"
-REQUIRED = "bytes that HBM cannot hold (%)"
+SMALL_ROOM = 50_000_000_000
+required = scaled("required_ratio", 100)
+OF_PAPER = ", ".join(f"{percent:.0f}% for {named(case)}" for case, percent in PERCENT.items())
+
+
+def required_ratio(lines: Sequence[Series]) -> Quantity:
+    """The required ratio, where anything needs more than HBM."""
+    return Quantity(
+        "bytes that HBM cannot hold (%)", required, lines=lines, title=": required ratio",
+        only=CHOICE, needed=lambda of: bool(of.required_ratio or of.short_of_memory),
+    )  # fmt: skip
+
+
+def chart_of(model: str, budget: int, cases: Sequence[Case], scope: Scope) -> Chart:
+    """Steps of `model` with `budget` bytes of HBM: the planner's choice, and all copied ahead."""
+
+    def rank(case: Case, series: str) -> int:
+        return 1 + (case[0] * case[1] > 1 << 16) + (series == COPIED)
+
+    known = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
+    paper = [Series(name="paper, GH200", kind="line", points=known)]
+    name = f"{model} in {budget / 1e9:.0f} GB"
+    entries = [
+        Entry(series, x, scope.step(
+            model, batch, None, prompt_len=prompt, hbm_budget=budget,
+            transport="staged" if series == COPIED else None,
+        ), rank((batch, prompt), series))
+        for x, (batch, prompt) in enumerate(cases)
+        for series in ([CHOICE] if scope.quick else [CHOICE, COPIED])
+    ]  # fmt: skip
+    return Chart(
+        name=name,
+        title=name,
+        x="batch x prompt length (requests x tokens)",
+        shown=[STEP, required_ratio(paper if (model, budget) == (MODEL, ROOM) else [])],
+        entries=entries,
+        categories=[named(case) for case in cases],
+    )
 
 
 class Capacity(Figure):
-    """Figures 10 and 14."""
+    """What figures 10 and 14 say of their results."""
+
+    def sentences(self, data: FigureData) -> Iterator[str]:
+        for chart in data.charts:
+            known = [of for of in data.lines(chart).get(CHOICE, []) if of[1].seconds]
+            if not known:
+                continue
+            entry, result = known[-1]
+            case = chart.categories[int(entry.x)]
+            step = format_seconds(result.seconds or 0)
+            outside = f" with {result.ratio:.1%} outside {data.scope.near}" if result.ratio else ""
+            yield f"{chart.name}: {case} takes {step} a step{outside}."
+            if gain := largest(data.times(chart, CHOICE), data.times(chart, COPIED)):
+                clause = faster(gain[1], CHOICE, "copying everything ahead")
+                yield f"At most, at {chart.categories[int(gain[0])]}, the {clause}."
+
+    def needed(self, data: FigureData, name: str) -> dict[str, float]:
+        """The required percent of each case of the chart `name`, where it is above 0."""
+        return {
+            chart.categories[int(entry.x)]: value
+            for chart in data.charts
+            if chart.name == name
+            for entry, result in data.lines(chart)[CHOICE]
+            if (value := required(result))
+        }
+
+    def over_copying(self, data: FigureData) -> Iterator[str]:
+        """The largest gain of the planner's choice."""
+        for gain in best_of([gain for *_, gain in gains(data, CHOICE, COPIED)]):
+            yield f"against copying ahead the gain is up to {gain}"
+
+
+class InHbm(Capacity):
+    """Figure 10."""
 
     name = "fig10"
-    title = "Figures 10 and 14: decode step by batch and prompt, in 96 GB and in 50 GB"
+    title = "Figure 10: decode step by batch and prompt, in 96 GB and in 50 GB"
     paper = (
         "Where weights and KV cache exceed HBM, a part must lie outside. Long prompts make the KV "
         "cache the larger part; with 50 GB the weights of a 30B model alone do not fit."
     )
+    claimed = f"Paper: the required ratios of OPT-30B in 96 GB are {OF_PAPER}. Here:"
+    cases: Sequence[Case] = ((8, 32), *PERCENT)
 
-    def entries(self, scope: Scope) -> list[Entry]:
+    def charts(self, scope: Scope) -> list[Chart]:
         return [
-            Entry(
-                panel=self.panel(model, budget),
-                series=series,
-                x=self.cases(scope).index(case),
-                rank=rank,
-                point=StepPoint(
-                    model=model,
-                    batch_size=case[0],
-                    prompt_len=case[1],
-                    new_tokens=scope.new_tokens,
-                    ratio=None,
-                    transport="staged" if series == COPIED else None,
-                    hbm_budget=budget,
-                    remote=scope.remote,
-                ),
-            )
+            chart_of(model, budget, self._cases(model, scope), scope)
             for model in scope.models
-            for budget in BUDGETS
-            for case, series, rank in self.bars(scope)
+            for budget in (ROOM, SMALL_ROOM)
         ]
 
-    def panel(self, model: str, budget: int) -> str:
-        return f"{model} in {budget / 1e9:.0f} GB"
+    def _cases(self, model: str, scope: Scope) -> Sequence[Case]:
+        """All of the paper's for its model; fewer of others in a quick run."""
+        return self.cases[:: 2 if scope.quick and model != MODEL else 1]
 
-    def cases(self, scope: Scope) -> tuple[tuple[int, int], ...]:
-        """Batches and prompt lengths, fewer of them in a quick run."""
-        return CASES[:: 2 if scope.quick else 1]
-
-    def bars(self, scope: Scope) -> Iterator[tuple[tuple[int, int], str, int]]:
-        """(batch and prompt length, series, rank)."""
-        for case in self.cases(scope):
-            heavy = case[0] * case[1] > 1 << 16
-            for series in [CHOICE] if scope.quick else [CHOICE, COPIED]:
-                yield case, series, (3 if heavy else 2) if series == COPIED else (2 if heavy else 1)
-
-    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
-        panels = []
-        for name in data.panels():
-            for title, y, value, lines, log_y in (
-                (name, STEP_AXIS, lambda r: milliseconds(r.seconds), [], True),
-                (f"{name}: required ratio", REQUIRED, required, self.of_paper(name, scope), False),
-            ):
-                if title != name and not self.exceeds(data, name):
-                    continue
-                panels.append(
-                    panel_of(
-                        data if title == name else choice_alone(data),
-                        name,
-                        value,
-                        title=title,
-                        x="batch x prompt length (requests x tokens)",
-                        y=y,
-                        lines=lines,
-                        categories=[named(case) for case in self.cases(scope)],
-                        log_y=log_y,
-                    )
-                )
-        return panels
-
-    def exceeds(self, data: FigureData, panel: str) -> bool:
-        """Whether anything in a panel needs more than HBM."""
-        results = [result for line in data.lines(panel).values() for _, result in line]
-        return any(result.required_ratio or result.short_of_memory for result in results)
-
-    def of_paper(self, panel: str, scope: Scope) -> list[Series]:
-        """The paper's required ratios, for its model and its 96 GB."""
-        if panel != self.panel(MODEL, ROOM):
-            return []
-        points = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(self.cases(scope))]
-        return [Series(name="paper, GH200", kind="line", points=points)]
-
-    def table(self, data: FigureData, scope: Scope) -> list[list[str]]:
+    def table(self, data: FigureData) -> list[list[str]]:
         """Required ratios of the paper's cases: the paper's, the planner's, those of this run."""
-        here = dict(self.needed(data, scope))
-        rows = []
-        for ratio in paper_ratios():
-            values = (ratio.paper, ratio.mixed, ratio.decimal, ratio.planned, here.get(ratio.case))
-            rows.append([ratio.case, *("-" if of is None else f"{of:.1f}" for of in values)])
+        here = self.needed(data, f"{MODEL} in 96 GB")
+        rows = [
+            [of.case, *(f"{value:.1f}" for value in (of.paper, of.mixed, of.decimal, of.planned)),
+             f"{here[of.case]:.1f}" if of.case in here else "-"]
+            for of in paper_ratios()
+        ]  # fmt: skip
         head = ["required ratio (%), opt-30b in 96 GB", "paper, GH200", "GiB of weights + GB of KV"]
         return [[*head, "GB of both", "dakrun's planner, gh200", "here"], *rows]
 
-    def needed(self, data: FigureData, scope: Scope) -> list[tuple[str, float]]:
-        """(case, required percent) of the paper's model and budget, where it is above 0."""
-        line = data.lines(self.panel(MODEL, ROOM)).get(CHOICE, [])
-        return [
-            (named(self.cases(scope)[int(entry.x)]), value)
-            for entry, result in line
-            if (value := required(result))
-        ]
-
-    def finding(self, data: FigureData, scope: Scope) -> str:
-        parts = []
-        for panel in data.panels():
-            lines = data.lines(panel).get(CHOICE, [])
-            known = [(entry, result) for entry, result in lines if result.seconds]
-            if not known:
-                continue
-            entry, result = known[-1]
-            case = named(self.cases(scope)[int(entry.x)])
-            outside = "" if result.ratio is None else f" with {result.ratio:.1%} outside HBM"
-            parts.append(f"{panel}: {case} takes {seconds(result.seconds or 0)} a step{outside}.")
-            if gain := largest(data.times(panel, CHOICE), data.times(panel, COPIED)):
-                case = named(self.cases(scope)[int(gain[0])])
-                clause = faster(gain[1], CHOICE, "copying everything ahead")
-                parts.append(f"At most, at {case}, the {clause}.")
-        return sentence(parts, data)
-
-    def claim(self, data: FigureData, scope: Scope) -> str:
-        gains = [
-            gain[1]
-            for panel in data.panels()
-            if (gain := largest(data.times(panel, CHOICE), data.times(panel, COPIED)))
-        ]
-        needed = [f"{value:.1f}% for {case}" for case, value in self.needed(data, scope)]
-        here = ", ".join(needed) or "not measured yet"
-        if MODEL not in scope.models:
-            here = f"{MODEL} is not among the models"
-        if gains:
-            here += f"; against copying ahead the gain is up to {factor(max(gains))}"
-        paper = ", ".join(f"{percent:.0f}% for {named(case)}" for case, percent in PERCENT.items())
-        return f"Paper: the required ratios of OPT-30B in 96 GB are {paper}. Here: {here}."
+    def here(self, data: FigureData) -> Iterator[str]:
+        if MODEL not in data.scope.models:
+            yield f"{MODEL} is not among the models"
+        needed = self.needed(data, f"{MODEL} in 96 GB")
+        yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
+        yield from self.over_copying(data)
 
     def notes(self, scope: Scope) -> list[str]:
         return [
@@ -174,11 +149,30 @@ class Capacity(Figure):
         ]
 
 
-def required(result: Result) -> float | None:
-    """The required ratio in percent."""
-    return None if result.required_ratio is None else 100 * result.required_ratio
+class ManyRequests(Capacity):
+    """Figure 14."""
 
+    name = "fig14"
+    title = "Figure 14: decode step of a small model with many requests, in 96 GB"
+    paper = (
+        "With OPT-6.7B the weights fit and the KV cache of hundreds of requests does not: nearly "
+        "all bytes outside HBM are then KV cache."
+    )
+    claimed = "Paper: OPT-6.7B for 8 x 32 to 512 x 1,024 in 96 GB on GH200. Required ratios here:"
+    model = "opt-6.7b"
+    cases: Sequence[Case] = ((8, 32), (256, 1024), (512, 512), (512, 1024))
 
-def choice_alone(data: FigureData) -> FigureData:
-    """The entries of the planner's choice: required ratios do not depend on the transport."""
-    return FigureData([entry for entry in data.entries if entry.series == CHOICE], data.results)
+    def charts(self, scope: Scope) -> list[Chart]:
+        """Of OPT-6.7B, or else of the first model; a CPU takes long for more than one case."""
+        model = self.model if self.model in scope.models else next(iter(scope.models))
+        count = 1 if scope.profile.device == "cpu" else 2 if scope.quick else None
+        return [chart_of(model, ROOM, self.cases[:count], scope)]
+
+    def here(self, data: FigureData) -> Iterator[str]:
+        needed = self.needed(data, data.charts[0].name)
+        yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
+        yield from self.over_copying(data)
+
+    def notes(self, scope: Scope) -> list[str]:
+        return [f"The remote tier has {scope.profile.tier(scope.remote).capacity_bytes / 1e9:,.0f} "
+                "GB here; cases that need more are markers without a time."]  # fmt: skip

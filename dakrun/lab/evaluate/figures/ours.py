@@ -2,35 +2,16 @@
 
 from collections.abc import Iterator
 
-from dakrun.lab.evaluate.figures.base import (
-    PERCENT,
-    STEP_AXIS,
-    Figure,
-    factor,
-    faster,
-    largest,
-    milliseconds,
-    panel_of,
-    root_x,
-    sentence,
-)
-from dakrun.lab.evaluate.panel import Panel
-from dakrun.lab.evaluate.points import Entry, FigureData, FilePoint, Result, StepPoint
+from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.figures.base import STEP, Figure, factor, faster, largest, scaled
+from dakrun.lab.evaluate.points import FilePoint
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.plan import Transport
 
-CHOICE = "planner's choice for each op"
-SERIES: tuple[tuple[str, Transport | None], ...] = (
-    ("direct", "direct"),
-    ("staged", "staged"),
-    (CHOICE, None),
-)
-FILES, FILE_SERIES = "whole file", "tokens of all requests"
-RATIOS: tuple[tuple[str, float | None], ...] = (
-    ("all in HBM", 0.0),
-    ("10% outside", 0.1),
-    ("planner's choice", None),
-)
+CHOICE, FILE = "planner's choice for each op", "tokens of all requests"
+RATIOS: dict[str, float | None] = {
+    "all in {}": 0.0, "10% outside": 0.1, "planner's choice": None
+}  # fmt: skip
+RATE = Quantity("new tokens per second (tokens/s)", scaled("tokens_per_s", 1.0))
 
 
 class Ours(Figure):
@@ -42,121 +23,65 @@ class Ours(Figure):
         "The paper reads all remote bytes in place, from host memory alone, with requests "
         "of one length."
     )
+    claimed = "Paper: no such figure."
 
-    def entries(self, scope: Scope) -> list[Entry]:
+    def charts(self, scope: Scope) -> list[Chart]:
+        series = [
+            ("direct", "direct", scope.remote),
+            ("staged", "staged", scope.remote),
+            (CHOICE, None, scope.remote),
+            *((f"direct, from {tier.name}", "direct", tier.name)
+              for tier in scope.profile.remote if tier.name != scope.remote),
+        ]  # fmt: skip
         steps = [
-            Entry(
-                panel=model,
-                series=series,
-                x=100 * ratio,
-                rank=1 if transport is None else 2,
-                point=StepPoint(
-                    model=model,
-                    batch_size=8,
-                    new_tokens=scope.new_tokens,
-                    ratio=ratio,
-                    transport=transport,
-                    remote=remote,
-                ),
-            )
+            Chart(name=model, title=f"{model}, batch 8", x=scope.outside, shown=[STEP], root_x=True,
+                  entries=[
+                      Entry(name, 100 * ratio, scope.step(model, 8, ratio, transport=transport,
+                                                          remote=remote), 2 if transport else 1)
+                      for name, transport, remote in series
+                      for ratio in scope.some_ratios()
+                      if ratio
+                  ])
             for model in scope.models
-            for series, transport, remote in self.series(scope)
-            for ratio in scope.some_ratios()
-            if ratio
-        ]
+        ]  # fmt: skip
         requests, longest = (32, 64) if scope.quick else (256, 256)
+        model = next(iter(scope.models))
         files = [
-            Entry(
-                panel=f"{model}, {FILES}",
-                series=FILE_SERIES,
-                x=x,
-                rank=2,
-                point=FilePoint(
-                    model=model,
-                    requests=requests,
-                    longest=longest,
-                    ratio=ratio,
-                    remote=scope.remote,
-                ),
+            FilePoint(
+                model=model, requests=requests, longest=longest, ratio=ratio, remote=scope.remote
             )
-            for model in list(scope.models)[:1]
-            for x, (_, ratio) in enumerate(RATIOS)
+            for ratio in RATIOS.values()
         ]
-        return [*steps, *files]
-
-    def series(self, scope: Scope) -> Iterator[tuple[str, Transport | None, str]]:
-        """(series, transport, remote tier)."""
-        for series, transport in SERIES:
-            yield series, transport, scope.remote
-        for tier in scope.profile.remote:
-            if tier.name != scope.remote:
-                yield f"direct, from {tier.name}", "direct", tier.name
-
-    def panels(self, data: FigureData, scope: Scope) -> list[Panel]:
-        panels = []
-        for name in data.panels():
-            if name.endswith(FILES):
-                panels.append(self.of_file(data, name))
-                continue
-            panels.append(
-                panel_of(
-                    data,
-                    name,
-                    lambda r: milliseconds(r.seconds),
-                    title=f"{name}, batch 8",
-                    x=PERCENT,
-                    y=STEP_AXIS,
-                    root_x=root_x(scope),
-                    log_y=True,
-                )
-            )
-        return panels
-
-    def of_file(self, data: FigureData, name: str) -> Panel:
-        """The panel of whole files."""
-        point = next(entry.point for entry in data.entries if entry.panel == name)
-        assert isinstance(point, FilePoint)
-        return panel_of(
-            data,
-            name,
-            rate,
-            title=f"{name}: {point.requests} requests, prompts and completions of 1 to "
-            f"{point.longest} tokens",
-            x="ratio of bytes outside HBM",
-            y="new tokens per second (tokens/s)",
-            categories=[label for label, _ in RATIOS],
+        name = f"{model}, whole file"
+        file = Chart(
+            name=name,
+            title=f"{name}: {requests} requests, prompts and completions of 1 to {longest} tokens",
+            x=f"ratio of bytes outside {scope.near}",
+            shown=[RATE],
+            entries=[Entry(FILE, x, point, 2) for x, point in enumerate(files)],
+            categories=[label.format(scope.near) for label in RATIOS],
         )
+        return [*steps, file]
 
-    def finding(self, data: FigureData, scope: Scope) -> str:
-        parts = []
-        for panel in data.panels():
-            if panel.endswith(FILES):
-                rates = dict(self.rates(data, panel))
-                if 0 in rates and 1 in rates:
-                    parts.append(
-                        f"{panel}: {rates[1]:,.0f} tokens/s with 10% outside HBM, "
-                        f"{factor(rates[1] / rates[0])} of all in HBM."
-                    )
-                continue
-            choice = data.times(panel, CHOICE)
-            both = [dict(data.times(panel, name)) for name, _ in SERIES[:2]]
+    def sentences(self, data: FigureData) -> Iterator[str]:
+        *steps, file = data.charts
+        near = data.scope.near
+        for chart in steps:
+            both = [dict(data.times(chart, name)) for name in ("direct", "staged")]
             alone = [(x, min(of[x] for of in both)) for x in both[0] if x in both[1]]
-            if (gain := largest(choice, alone)) is not None:
+            if (gain := largest(data.times(chart, CHOICE), alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
-                parts.append(f"{panel}: at most, at {gain[0]:.2g}% outside HBM, {clause}.")
-        return sentence(parts, data)
-
-    def rates(self, data: FigureData, panel: str) -> list[tuple[float, float]]:
-        """(x, tokens/s) of a file."""
-        line = data.lines(panel).get(FILE_SERIES, [])
-        return [(e.x, r.tokens_per_s) for e, r in line if r.tokens_per_s]
-
-    def claim(self, data: FigureData, scope: Scope) -> str:
-        return "Paper: no such figure."
+                yield f"{chart.name}: at most, at {gain[0]:.2g}% outside {near}, {clause}."
+        rates = {entry.x: result.tokens_per_s for entry, result in data.lines(file)[FILE]}
+        if (base := rates.get(0)) and (rate := rates.get(1)):
+            yield (
+                f"{file.name}: {rate:,.0f} tokens/s with 10% outside {near}, "
+                f"{factor(rate / base)} of all in {near}."
+            )
 
     def notes(self, scope: Scope) -> list[str]:
         _, direct, staged = scope.rates
-        notes = [
+        return [
             f"The copy engine moves {factor(staged / direct)} the bytes of direct reads on this "
             "link, but its bytes pass HBM twice. On an H200 over PCIe 5.0 copying is faster from "
             "about 1.2% on (measured 2026-11-21); where the link is as fast as NVLink, reading in "
@@ -164,8 +89,3 @@ class Ours(Figure):
             "The requests of a file have random lengths, so slots fill and empty; its rate "
             "includes the prompts.",
         ]
-        return notes
-
-
-def rate(result: Result) -> float | None:
-    return result.tokens_per_s
