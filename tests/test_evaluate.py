@@ -290,7 +290,7 @@ def test_no_read_asks_an_sm_for_more_than_its_ring_holds() -> None:
 
 def test_a_step_is_the_plans() -> None:
     point = replace(STEP, ratio=0.1, transport="direct")
-    found, plan = predict(point, scope()), scope().plan("opt-6.7b")
+    found, plan = predict(point, scope()), scope().plan(STEP)
     assert found.seconds == found.predicted_s and found.ratio == pytest.approx(0.1, abs=0.01)
     assert found.weight_bytes == plan.weight_bytes
     assert found.eb == found.weight_bytes / found.seconds

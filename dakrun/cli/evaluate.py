@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dakrun.config import ModelConfig
     from dakrun.hardware import HardwareProfile
     from dakrun.lab.evaluate.figures import Figure
-    from dakrun.lab.evaluate.run import Progress
 
 MODELS, QUICK_MODELS = ("opt-30b", "opt-6.7b", "llama-2-7b"), ("opt-6.7b",)
 RIVALS = ("transformers", "prefetch", "accelerate", "vllm")
@@ -128,8 +127,8 @@ def evaluate(
     )
     facts = run.facts(scope, shlex.join(["dakrun", *sys.argv[1:]]))
     store = Store(output, facts["machine"], quick=quick)
-    with run.finder(scope, store.folder, facts) as (find, known), _bar() as progress:
-        done = run.evaluate(scope, figures, store, find, known, budget_s=budget, progress=progress)
+    with run.finder(scope, store.folder, facts) as (find, known), _bar() as shown:
+        done = run.evaluate(scope, figures, store, find, known, budget_s=budget, **shown)
     left = f"; {done.left} are left for another run" if done.left else ""
     source = "predicted" if predict else "measured"
     eprint(f"{done.new} of {done.points} points {source} now{left}")
@@ -189,16 +188,14 @@ def _check_device(hardware: "HardwareProfile", device: Any) -> None:
 
 
 @contextmanager
-def _bar() -> "Iterator[Progress]":
-    """A progress bar on stderr, with the time that is left; lines if that is no terminal."""
+def _bar() -> "Iterator[dict[str, Any]]":
+    """A progress bar on stderr, with the time that is left; a line a figure if that is no terminal.
+
+    Yields arguments of run.evaluate.
+    """
     console = stderr_console()
     if not console.is_terminal:
-
-        def line(done: int, total: int, name: str) -> None:
-            if name:
-                eprint(f"{done + 1} of {total}: {name}")
-
-        yield line
+        yield {"finished": lambda figure, points: eprint(f"{figure}: {points} points")}
         return
     from rich.progress import (
         BarColumn,
@@ -216,4 +213,4 @@ def _bar() -> "Iterator[Progress]":
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name)
 
-        yield show
+        yield {"progress": show}

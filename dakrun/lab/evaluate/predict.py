@@ -67,28 +67,6 @@ def short(problem: str) -> Result:
     return replace(failed(problem), short_of_memory=True)
 
 
-def policy_of(point: StepPoint) -> Policy:
-    """The policy of the point's plan."""
-    return Policy(
-        hbm_budget=point.hbm_budget,
-        offload_ratio=point.ratio,
-        transport=point.transport,
-        strategy=point.strategy,
-        remote=(point.remote,),
-    )
-
-
-def plan_of(point: StepPoint, scope: Scope) -> Plan:
-    """The plan of a decode step; CannotRun if it does not fit."""
-    return scope.plan(
-        point.model,
-        batch_size=point.batch_size,
-        prompt_len=point.prompt_len,
-        new_tokens=point.new_tokens,
-        policy=policy_of(point),
-    )
-
-
 def of_plan(plan: Plan, batch_size: int) -> Result:
     """The figures of a plan."""
     tiers = range(len(plan.tiers))
@@ -116,7 +94,7 @@ def _step(point: StepPoint, scope: Scope) -> Result:
     if problem := too_large(point, scope):
         return short(problem)
     try:
-        return of_plan(plan_of(point, scope), point.batch_size)
+        return of_plan(scope.plan(point), point.batch_size)
     except CannotRun:
         return short(shortage(point, scope))
 
@@ -134,7 +112,7 @@ def roomy(scope: Scope) -> Scope:
 
 def shortage(point: StepPoint, scope: Scope) -> str:
     """The problem of a decode step that does not fit, with its GB. CannotRun if room is not all."""
-    plan = plan_of(replace(point, hbm_budget=None), roomy(scope))
+    plan = roomy(scope).plan(replace(point, hbm_budget=None))
     (name,) = remote_names(scope, point.remote)
     has = [point.hbm_budget or scope.profile.hbm_capacity_bytes]
     has.append(scope.profile.tier(name).capacity_bytes)
@@ -157,14 +135,8 @@ def too_large(point: StepPoint, scope: Scope) -> str:
 def _prefetch(point: StepPoint, scope: Scope) -> Result:
     """Layers copied to HBM ahead of use: the longer of the copies and of a step all in HBM."""
     machine, ratio = scope.profile, point.ratio or 0.0
-    resident = roomy(scope).plan(
-        point.model,
-        batch_size=point.batch_size,
-        prompt_len=point.prompt_len,
-        new_tokens=point.new_tokens,
-    )
-    weights = resident.weight_bytes
-    copied = ratio * weights
+    resident = roomy(scope).plan(replace(point, ratio=0.0, hbm_budget=None))
+    copied = ratio * resident.weight_bytes
     needed = sum(resident.memory(0).values()) - copied
     if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):
         return short(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")

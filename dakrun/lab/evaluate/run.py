@@ -48,35 +48,44 @@ def evaluate(
     *,
     budget_s: float | None = None,
     progress: Progress = lambda done, total, name: None,
+    finished: Callable[[str, int], None] = lambda figure, points: None,
 ) -> Evaluation:
     """Find the results of all points that `store` lacks, with `find`; write CSV files and the page.
 
-    Points of lower rank come first. None begins later than `budget_s` seconds. `run` is written as
-    run.json. The page is also written when an error or an interrupt ends the run.
+    Points of lower rank come first. None begins later than `budget_s` seconds. `finished` is called
+    for each figure that has all its points. `run` is written as run.json. The page is also written
+    when an error or an interrupt ends the run.
     """
-    points = in_order(entry for figure in figures.values() for entry in figure.data(scope).entries)
+    data = {name: figure.data(scope, store.results) for name, figure in figures.items()}
+    points = in_order(entry for of in data.values() for entry in of.entries)
     missing = [point for point in points if point.key not in store.results]
+    left = {name: {entry.point.key for entry in of.entries} for name, of in data.items()}
     known, start, done = len(points) - len(missing), time.perf_counter(), 0
+
+    def tell(point: Point | None) -> None:
+        progress(known + done, len(points), describe(point) if point else "")
+        for name in [name for name, keys in left.items() if keys <= store.results.keys()]:
+            finished(name, len(left.pop(name)))
+
     write_run(store.folder, run)
     try:
         for point in missing:
             if budget_s is not None and time.perf_counter() - start > budget_s:
                 break
-            progress(known + done, len(points), describe(point))
+            tell(point)
             try:
                 store.add(point, find(point))
             except GpuFailed as problem:  # not tried again by the next run
                 store.add(point, Result(source="measured", problem=str(problem)))
                 raise
             done += 1
-        progress(known + done, len(points), "")
+        tell(None)
     finally:
-        found = {name: figure.data(scope, store.results) for name, figure in figures.items()}
-        for name, of in found.items():
+        for name, of in data.items():
             write_csv(store.folder / f"{name}.csv", of)
         shown = list(figures.values())
-        write_text(store.folder / "index.html", page(shown, found, scope, run))
-        write_text(store.folder / "tables.md", tables(shown, found, scope, run))
+        write_text(store.folder / "index.html", page(shown, data, scope, run))
+        write_text(store.folder / "tables.md", tables(shown, data, scope, run))
     return Evaluation(len(points), done, len(missing) - done, store.folder / "index.html")
 
 

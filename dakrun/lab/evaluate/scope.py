@@ -100,28 +100,25 @@ class Scope:
 
     def ops(self, model: str, *, batch_size: int, prompt_len: int = 32) -> tuple[Op, ...]:
         """The ops of a decode step of `model`, whether it fits or not."""
-        return decode_ops(
-            self.models[model], self._workload(batch_size, prompt_len, self.new_tokens)
-        )
+        workload = self._workload(batch_size, prompt_len, self.new_tokens)
+        return decode_ops(self.models[model], workload)
 
     def products(self, model: str, *, n: int) -> list[Op]:
         """The linear ops of a layer with `n` rows of X."""
         ops = self.ops(model, batch_size=n)
         return [op for op in ops if op.in_layer and op.category == "linear"]
 
-    def plan(
-        self,
-        model: str,
-        *,
-        batch_size: int = 8,
-        prompt_len: int = 32,
-        new_tokens: int | None = None,
-        policy: Policy | None = None,
-    ) -> Plan:
-        """The plan for `model` on this machine; CannotRun if it does not fit."""
-        workload = self._workload(batch_size, prompt_len, new_tokens or self.new_tokens)
-        policy = policy or Policy(offload_ratio=0.0, remote=(self.remote,))
-        return make_plan(self.models[model], workload, self.profile, policy)
+    def plan(self, point: StepPoint) -> Plan:
+        """The plan of a decode step on this machine; CannotRun if it does not fit."""
+        workload = self._workload(point.batch_size, point.prompt_len, point.new_tokens)
+        policy = Policy(
+            hbm_budget=point.hbm_budget,
+            offload_ratio=point.ratio,
+            transport=point.transport,
+            strategy=point.strategy,
+            remote=(point.remote,),
+        )
+        return make_plan(self.models[point.model], workload, self.profile, policy)
 
     def _workload(self, batch_size: int, prompt_len: int, new_tokens: int) -> Workload:
         return Workload(

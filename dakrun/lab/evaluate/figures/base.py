@@ -57,7 +57,7 @@ class Figure(ABC):
 
     def data(self, scope: Scope, results: dict[str, Result] | None = None) -> FigureData:
         """The charts with the `results` that are known, by the points' keys."""
-        return FigureData(scope, self.charts(scope), results or {})
+        return FigureData(scope, self.charts(scope), {} if results is None else results)
 
     def finding(self, data: FigureData) -> str:
         """The sentences; or why there are none."""

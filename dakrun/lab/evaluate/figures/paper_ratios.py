@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dakrun.hardware import load_profile
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.models import known_model
-from dakrun.plan import Policy
 
 MODEL, ROOM = "opt-30b", 96_000_000_000
 PERCENT = {(32, 1024): 6.0, (128, 256): 10.0, (128, 512): 37.0, (128, 1024): 60.0}  # the paper's
@@ -60,18 +59,11 @@ def _ratio(case: tuple[int, int], paper: float) -> RequiredRatio:
     model = known_model(MODEL)
     assert model is not None
     scope = Scope(
-        models={MODEL: model},
-        profile=load_profile("gh200"),
-        remote="host",
-        quick=False,
+        models={MODEL: model}, profile=load_profile("gh200"), remote="host", quick=False,
         predict=True,
-    )
+    )  # fmt: skip
     plan = scope.plan(
-        MODEL,
-        batch_size=batch,
-        prompt_len=prompt,
-        new_tokens=NEW_TOKENS,
-        policy=Policy(hbm_budget=ROOM, remote=(scope.remote,)),
+        scope.step(MODEL, batch, None, prompt_len=prompt, new_tokens=NEW_TOKENS, hbm_budget=ROOM)
     )
     kv = model.kv_bytes_per_token * batch * (prompt + NEW_TOKENS)
     return RequiredRatio(
