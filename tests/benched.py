@@ -16,8 +16,8 @@ from dakrun.cli import main
 from dakrun.errors import UsageError
 from dakrun.hardware import LOCAL, load_profile
 from dakrun.kernels.runtime import gpu_name
-from dakrun.lab.bench.ceilings import MIB, Ceilings, Effort
-from dakrun.lab.bench.output import Record, as_text
+from dakrun.lab.ceilings import MIB, Ceilings, Effort
+from dakrun.lab.output import Record, as_text
 from dakrun.memory.tiers import allocate_tiers
 
 PROFILE = load_profile("h200-pcie5")
@@ -71,7 +71,7 @@ def check_command(
 
     # Neither a GPU nor its kernels are needed to check what the command does with a record.
     monkeypatch.setattr("dakrun.lab.bench.run.check_device", lambda _: None)
-    monkeypatch.setattr(f"dakrun.lab.bench.{kernel}.measure_{kernel}", measured)
+    monkeypatch.setattr("dakrun.lab.bench.kernel.measure_kernel", measured)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--ratio", "0 5"])
     target = tmp_path / "a.md"
     asked = ("--kernel", kernel, *args, "--profile", PROFILE.name)
@@ -93,9 +93,10 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # What only a GPU has: streams, the copy engine and CUDA graphs.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("dakrun.lab.bench.tiers.copy", lambda to, of: to.copy_(of))
-    monkeypatch.setattr("dakrun.lab.bench.tiers.BLOCK_BYTES", 2**16)
-    monkeypatch.setattr("dakrun.lab.probe.chain.graph_seconds", seconds)
+    monkeypatch.setattr("dakrun.lab.memory.allocate", allocate_tiers)
+    monkeypatch.setattr("dakrun.lab.memory.copy", lambda to, of: to.copy_(of))
+    monkeypatch.setattr("dakrun.lab.memory.BLOCK_BYTES", 2**16)
+    monkeypatch.setattr("dakrun.lab.chain.graph_seconds", seconds)
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -110,7 +111,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     ceilings = Ceilings({LOCAL: 4e12, "host": 1e12})
     monkeypatch.setattr("dakrun.lab.bench.kernel.measure_ceilings", lambda *_: ceilings)
     monkeypatch.setattr("dakrun.lab.bench.kernel.head", lambda *values: {"command": values[-1]})
-    monkeypatch.setattr("dakrun.lab.bench.tiers.allocate", allocate)
+    monkeypatch.setattr("dakrun.lab.memory.allocate", allocate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     hold_to(H200, monkeypatch)
     return taken

@@ -3,9 +3,9 @@ with kernels that stand in for a GPU's. test_bench_gemm.py tests what all kernel
 """
 
 import ctypes
-import dataclasses
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +35,25 @@ from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import config as attention_heuristics
 from dakrun.kernels.attention import kv_blocks
 from dakrun.kernels.attention import splitk as kernel
-from dakrun.lab.bench.attention import ATTENTION_EFFORT, AttentionChains, measure_attention
-from dakrun.lab.bench.attention_sweep import (
+from dakrun.lab.bench.kernel import measure_kernel
+from dakrun.lab.bench.kernel_sweep import (
     DEFAULT_SLOTS,
-    AttentionCase,
-    AttentionSweep,
-    Slots,
+    KernelSweep,
     attention_sweep,
+    kernel_row,
     parse_slots,
-    slot_bytes,
 )
-from dakrun.lab.bench.ceilings import FULL, MIB
-from dakrun.lab.bench.output import Record, as_text
-from dakrun.lab.bench.rows import AttentionRow, columns
-from dakrun.lab.bench.sweep import TURNING_POINT, buffer_bytes, forecast
-from dakrun.lab.bench.tiers import whole
+from dakrun.lab.cases import TURNING_POINT, Case, Slots, buffer_bytes, forecast
+from dakrun.lab.ceilings import FULL, MIB
+from dakrun.lab.chains import AttentionChains
+from dakrun.lab.memory import Room
+from dakrun.lab.output import Record, as_text
 from dakrun.launches import TierAccess
-from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 
 
-def sweep(**asked: Any) -> AttentionSweep:
+def sweep(**asked: Any) -> KernelSweep:
     """What the command line's defaults and `asked` ask for."""
     defaults = {
         "cases": (), "head_dim": "128", "ratios": ("0",), "remote": "host", "dtype": "float16",
@@ -64,25 +61,23 @@ def sweep(**asked: Any) -> AttentionSweep:
     return attention_sweep(**{**defaults, **asked})
 
 
-def case(text: str = "4:8/2:100", units: tuple[int, ...] = (3, 1), **changes: Any) -> AttentionCase:
-    slots = parse_slots(text)
-    values = {
-        "slots": slots, "head_dim": 64, "requested": 0.25, "units": units,
-        "unit_bytes": slot_bytes(slots, 64, "float16"), "launches": 5,
-    }  # fmt: skip
-    return AttentionCase(**{**values, **changes})
+def case(
+    text: str = "4:8/2:100",
+    units: tuple[int, ...] = (3, 1),
+    *,
+    head_dim: int = 64,
+    dtype: Any = "float16",
+) -> Case:
+    slots = replace(parse_slots(text), head_dim=head_dim)
+    return Case(operand=slots, dtype=dtype, requested=0.25, units=units, launches=5)
 
 
 def record() -> Record:
-    found = AttentionRow(
-        case=case(),
-        samples_s=(1e-6, 2e-6, 3e-6),
-        bound_s=1.5e-6,
-        predicted_s=1.9e-6,
-        baseline_s=5e-6,
+    found = kernel_row(
+        case(), (1e-6, 2e-6, 3e-6), "splitk", bound_s=1.5e-6, predicted_s=1.9e-6, baseline_s=5e-6
     )
     head = HEAD | {"command": "dakrun bench --kernel attention"}
-    return Record(head=head, columns=columns(sweep()), rows=(found.figures(),))
+    return Record(head=head, columns=sweep().columns, rows=(found,))
 
 
 @pytest.mark.parametrize("text", ["64:32/8:2048", " 64:32/8:2048 ", "064:32/08:2048"])
@@ -120,7 +115,7 @@ def test_malformed_slots(text: str, said: str, hint: str) -> None:
 
 def test_head_sizes_of_the_kernel_are_options() -> None:
     for dim in HEAD_DIMS:
-        assert sweep(head_dim=str(dim)).head_dim == dim
+        assert {of.head_dim for of in sweep(head_dim=str(dim)).operands} == {dim}
         assert f"{dim}" in run("--help").stdout
 
 
@@ -129,9 +124,9 @@ def test_a_sweep() -> None:
         "8:56/56:1056 128:56/56:544 512:32/32:512 64:32/8:2048 64:32/8:8192 16:64/8:8192 "
         "1:32/8:131072 2:64/8:65536 512:32/32:64 8:56/56:64"
     )
-    assert " ".join(map(str, sweep().slots)) == wanted
+    assert " ".join(map(str, sweep().operands)) == wanted
     some = sweep(cases=("2:8/8:64", "1:8/8:64", "02:8/8:64"), ratios=("0", "0.0", "0.5"))
-    assert some.slots == (Slots(2, 8, 8, 64), Slots(1, 8, 8, 64)) and some.ratios == (0.0, 0.5)
+    assert some.operands == (Slots(2, 8, 8, 64), Slots(1, 8, 8, 64)) and some.ratios == (0.0, 0.5)
 
 
 @given(
@@ -139,10 +134,10 @@ def test_a_sweep() -> None:
     st.sampled_from(HEAD_DIMS),
 )  # fmt: skip
 def test_slots_have_room_in_whole_blocks(batch: int, heads: int, length: int, dim: int) -> None:
-    slots = Slots(batch, heads, heads, length)
+    slots = Slots(batch, heads, heads, length, head_dim=dim)
     shape = kv_blocks.KVShape(heads, dim, length)
     held = heads * ((length - 1) // 64 + 1) * 2 * attention_heuristics.stage_bytes(shape)
-    assert slot_bytes(slots, dim, "float16") == slot_bytes(slots, dim, "bfloat16") == held
+    assert slots.unit_bytes("float16") == slots.unit_bytes("bfloat16") == held
     assert held == shape.slot_bytes
 
 
@@ -163,7 +158,7 @@ def test_bytes_of_slots_of_different_lengths() -> None:
     assert some.tier_bytes == (sum(sizes[:48]), sum(sizes[48:]))
     assert some.launches == max(4, 64 * MIB // sum(sizes) + 1)
     assert buffer_bytes([some], 256) == [some.launches * (2**31 + 256), some.launches * 2**29]
-    op = some.op("float16")
+    op = some.operand.op("float16")
     assert op.read_bytes == sum(slots.lengths) * 8 * 2 * 128 * 2 and op.resident_bytes == 2**31
 
 
@@ -171,10 +166,10 @@ def test_bytes_of_slots_of_different_lengths() -> None:
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_sets_of_a_case(slots: Slots, dim: int) -> None:
     wanted = sweep(cases=(str(slots),), head_dim=str(dim))
-    (some,) = wanted.cases(0.0, ATTENTION_EFFORT, tiers=1)
+    (some,) = wanted.cases(0.0, FULL, tiers=1)
     assert some.launches >= 4 and some.launches * some.read_bytes > 2 * 2**30
     assert some.launches == 4 or (some.launches - 1) * some.read_bytes <= 2 * 2**30
-    assert some.units == (slots.batch,) and ATTENTION_EFFORT.replays == FULL.replays == 7
+    assert some.units == (slots.batch,) and FULL.replays == 7
 
 
 def test_slots_per_tier() -> None:
@@ -196,8 +191,8 @@ def test_predictions_are_the_plans(model: str, ratio: float) -> None:
     (counts,) = set(op.placement)
     heads = f"{config.num_heads}/{config.num_kv_heads}"
     dtype: Any = config.dtype
-    same = case(f"8:{heads}:1024", tuple(counts), head_dim=config.head_dim)
-    found = forecast(same, dtype, PROFILE, ("host",))
+    same = case(f"8:{heads}:1024", tuple(counts), head_dim=config.head_dim, dtype=dtype)
+    found = forecast(same, PROFILE, ("host",))
     assert found.seconds == pytest.approx(op.predicted_s[0], rel=1e-9)
     assert found.sms == op.sms
 
@@ -296,7 +291,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append((caches.tolist(), lengths.tolist()))
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr("dakrun.lab.bench.attention.splitk_flash_attn", attend)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.chains.splitk_flash_attn", attend)  # needs a GPU
     return found
 
 
@@ -309,21 +304,22 @@ def test_chains_read_every_slot(
 ) -> None:
     some = case(text, units)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
-    with allocate_tiers(sizes, torch.device("cpu")) as memories:
-        buffers = whole(memories)
+    with Room(torch.device("cpu")) as room:
+        buffers = room.at_least(sizes)
         chains = AttentionChains(buffers, dtype, H200, replays=3)
-        chains.fill(some)
+        chains.fill(some.operand)
         access = [TierAccess(), TierAccess(8, 256 * 1024)][: len(units)]
-        assert chains.attention(some, access) == [1e-2 / 5] * 3
+        assert chains.kernel(some, access) == ([1e-2 / 5] * 3, "splitk")
         # A slot is read once; those of a tier lie side by side from where its buffer begins.
+        size = some.operand.unit_bytes("float16")
         held = [
-            range(start := buffer.data_ptr(), start + 5 * nbytes, some.unit_bytes)
+            range(start := buffer.data_ptr(), start + 5 * nbytes, size)
             for buffer, nbytes in zip(buffers.values(), some.held_bytes, strict=True)
         ]
         read = [addresses for addresses, _ in launched]
         assert sorted(itertools.chain(*read)) == sorted(itertools.chain(*held))
         for addresses, lengths in launched:
-            assert lengths == [length - 1 for length in some.slots.lengths]
+            assert lengths == [length - 1 for length in some.operand.lengths]
             in_tiers = [sum(address in part for address in addresses) for part in held]
             assert in_tiers == list(units)
         assert chains.baseline(some) == [1e-2 / 5] * 3
@@ -340,8 +336,8 @@ def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.Mon
             assert part.shape == (4, 2, 100, 64) and part.is_contiguous()
             read.append((part.data_ptr(), part.data_ptr() + part.nbytes))
         out = real(q, *parts, **options)
-        assert out.numel() == 4 * some.slots.heads * 64
-        for number, length in enumerate(some.slots.lengths):
+        assert out.numel() == 4 * some.operand.heads * 64
+        for number, length in enumerate(some.operand.lengths):
             # Of a slot alone, its query heads in groups: what a mask is to come to.
             keys, values = (part[number, :, :length] for part in parts)
             queries = q[number].reshape(2, -1, 64)
@@ -352,7 +348,7 @@ def test_what_torch_reads(launched: Launched, text: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     buffer = torch.zeros(buffer_bytes([some], 256)[0], dtype=torch.uint8)
     chains = AttentionChains({LOCAL: buffer}, torch.float16, H200, replays=3)
-    chains.fill(some)
+    chains.fill(some.operand)
     chains.baseline(some)
     ends = sorted(read)
     assert len(ends) == 2 * some.launches
@@ -367,8 +363,8 @@ def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPat
         dtype="bfloat16",
     )  # fmt: skip
     said: list[str] = []
-    found = measure_attention(
-        wanted, PROFILE, effort=dataclasses.replace(TINY, chain_bytes=1), command="it",
+    found = measure_kernel(
+        wanted, PROFILE, effort=replace(TINY, chain_bytes=1), command="it",
         progress=said.append,
     )  # fmt: skip
     assert found.head["command"] == "it" and taken == [[LOCAL, "host"]]
@@ -389,7 +385,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         cases=("3:8/8:100", "4:32/8:1-2048"), ratios=("0", "0.5", TURNING_POINT), dtype="bfloat16"
     )
     taken = torch.cuda.memory_allocated()
-    found = measure_attention(wanted, PROFILE, effort=TINY, command="it", progress=print)
+    found = measure_kernel(wanted, PROFILE, effort=TINY, command="it", progress=print)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(found.rows) == 7
     check_measured(found, "kv", ("sdpa_s", "predicted_s"))
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"

@@ -23,28 +23,30 @@ from rich.console import Console
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, load_profile
-from dakrun.lab.bench.ceilings import Ceilings
 from dakrun.lab.bench.model import ROUNDS, measure_model, requests
 from dakrun.lab.bench.model_plot import draw, ideal_s, lines
 from dakrun.lab.bench.model_rows import (
-    ModelRow,
     Run,
-    failed_row,
     limit_s,
     measured_links,
     measured_row,
     model_columns,
+    row_of,
+    summary,
 )
 from dakrun.lab.bench.model_sweep import ModelCase, ModelSweep, model_sweep
-from dakrun.lab.bench.output import Record, as_text, render
-from dakrun.lab.bench.rival import RivalStep
+from dakrun.lab.ceilings import Ceilings
+from dakrun.lab.output import Record, as_text, render
+from dakrun.lab.rivals.steps import RivalStep
 from dakrun.llm import LLM
 from dakrun.models import known_model
 from dakrun.plan import Links, Plan, Policy, make_plan, predict_prefill
+from dakrun.requests import RowLengths
 
 H200, PEERS = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 RATES = Ceilings({LOCAL: 4.7e12, "host": 5.1e10}, copied={"host": 5.5e10})
 POINT = ModelCase(batch_size=8, ratio=0.25, transport="auto")
+FAILED = row_of(POINT, problem="too large")
 NAME = "opt-like-125m"
 
 
@@ -72,7 +74,7 @@ def a_plan(profile: str = "h200-pcie5", batch_size: int = 8, **fixed: Any) -> Pl
 TTFT_S = (*[0.1] * 7, 0.3, *[0.1] * 7, 0.2, 0.1, 0.1)
 
 
-def row(point: ModelCase = POINT, **changes: Any) -> ModelRow:
+def row(point: ModelCase = POINT, **changes: Any) -> dict[str, Any]:
     plan = a_plan(batch_size=point.batch_size, **changes)
     run = Run(
         plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=TTFT_S, prefill_s=0.4,
@@ -81,15 +83,14 @@ def row(point: ModelCase = POINT, **changes: Any) -> ModelRow:
     return measured_row(point, run)
 
 
-def record(*rows: ModelRow) -> Record:
+def record(*rows: dict[str, Any]) -> Record:
     head = HEAD | {
         "model": "opt-6.7b", "load_format": "dummy", "format": "auto",
         "prompt_tokens": 32, "new_tokens": 16,
         "ceilings_bytes_per_s": RATES.rates, "copied_bytes_per_s": RATES.copied,
         "command": "dakrun bench --model opt-6.7b",
     }  # fmt: skip
-    figures = tuple(row.figures for row in rows)
-    return Record(head=head, columns=model_columns(sweep()), rows=figures)
+    return Record(head=head, columns=model_columns(sweep()), rows=rows)
 
 
 def test_a_sweep() -> None:
@@ -123,7 +124,7 @@ def test_strategies_are_distinguished() -> None:
     assert (str(greedy), str(uniform)) == (f"{free}, greedy", f"{free}, uniform")
     assert "strategy" in [column.key for column in model_columns(both)]
     assert "strategy" not in [column.key for column in model_columns(sweep())]
-    rows = [row(p, strategy=p.strategy, offload_ratio=p.ratio).figures for p in both.points()]
+    rows = [row(p, strategy=p.strategy, offload_ratio=p.ratio) for p in both.points()]
     assert list(lines(rows)) == ["batch 8, auto, greedy", "batch 8, auto, uniform"]
 
 
@@ -182,28 +183,30 @@ def test_the_limit_of_a_cpu_is_its_memory(ratio: float) -> None:
 
 def test_a_row() -> None:
     found, plan = row(offload_ratio=0.25), a_plan(offload_ratio=0.25)
-    assert found.step_s == 0.03 and found.steps == 3 and found.ttft_s == 0.2
-    assert found.predicted_ttft_s == predict_prefill(plan).predicted_s
-    assert found.tokens_per_s == pytest.approx(8 / 0.03)
-    assert found.eb_bytes_per_s == plan.weight_bytes / 0.03
-    assert found.eb_total_bytes_per_s == pytest.approx((plan.weight_bytes + 1e9) / 0.03, rel=1e-3)
-    assert found.limit_over_time == pytest.approx(0.5)
-    assert found.prediction_error == pytest.approx(plan.predicted_s / 0.03 - 1)
-    assert row(profile="cpu", offload_ratio=0.0).prediction_error is None  # of round numbers
-    assert found.ratio == pytest.approx(0.25, abs=1e-3)
-    assert found.transports in ("direct", "staged", "direct+staged")
+    assert found["step_s"] == 0.03 and found["steps"] == 3 and found["ttft_s"] == 0.2
+    assert found["predicted_ttft_s"] == predict_prefill(plan).predicted_s
+    assert found["tokens_per_s"] == pytest.approx(8 / 0.03)
+    assert found["eb_bytes_per_s"] == plan.weight_bytes / 0.03
+    assert found["eb_total_bytes_per_s"] == pytest.approx(
+        (plan.weight_bytes + 1e9) / 0.03, rel=1e-3
+    )
+    assert found["limit_over_time"] == pytest.approx(0.5)
+    assert found["prediction_error"] == pytest.approx(plan.predicted_s / 0.03 - 1)
+    assert row(profile="cpu", offload_ratio=0.0)["prediction_error"] is None  # of round numbers
+    assert found["ratio"] == pytest.approx(0.25, abs=1e-3)
+    assert found["transports"] in ("direct", "staged", "direct+staged")
     planned = plan.memory(0)
-    assert found.planned_gpu_bytes == sum(planned.values()) - planned["context"]
-    assert row(offload_ratio=0.0).transports is None
-    assert found.summary == "step 30.00 ms, EB 443.2 GB/s, 50.0% of the limit"
+    assert found["planned_gpu_bytes"] == sum(planned.values()) - planned["context"]
+    assert row(offload_ratio=0.0)["transports"] is None
+    assert summary(found) == "step 30.00 ms, EB 443.2 GB/s, 50.0% of the limit"
 
 
 def test_a_failed_row() -> None:
-    failed = failed_row(POINT, "too large")
-    assert failed.summary == "not measured: too large"
-    assert failed.figures.keys() == row().figures.keys()
+    failed = FAILED
+    assert summary(failed) == "not measured: too large"
+    assert failed.keys() == row().keys()
     asked = {"batch_size", "asked_ratio", "asked_transport", "strategy", "order", "problem"}
-    assert {key for key, value in failed.figures.items() if value is not None} == asked
+    assert {key for key, value in failed.items() if value is not None} == asked
 
 
 def test_keys_carry_units() -> None:
@@ -225,13 +228,13 @@ def test_keys_carry_units() -> None:
         "local_read_share",
         "predicted_local_read_share",
     }
-    keys = row().figures.keys()
+    keys = row().keys()
     assert all(key.endswith(("_s", "_bytes", "_per_s")) for key in keys - plain)
     assert {column.key for column in model_columns(sweep(rival="prefetch"))} <= keys
 
 
 def test_forms() -> None:
-    found = record(row(), failed_row(POINT, "too large"))
+    found = record(row(), FAILED)
     head, _, table = as_text(found, "csv").partition("\n")
     assert head.startswith("# opt-6.7b, 32 + 16 tokens, random weights; NVIDIA H200, 2026-11-21")
     assert "host 51.0 GB/s, copy engine from host 55.0 GB/s (turning point 1.08%)" in head
@@ -246,7 +249,7 @@ def test_forms() -> None:
 
 def test_the_table_fits() -> None:
     out = io.StringIO()
-    render(record(row(), failed_row(POINT, "too large")), Console(file=out, width=120))
+    render(record(row(), FAILED), Console(file=out, width=120))
     assert max(map(len, out.getvalue().splitlines())) <= 120 and "…" not in out.getvalue()
     assert "30.000" in out.getvalue() and "443.2" in out.getvalue()
 
@@ -276,7 +279,7 @@ def test_a_cpus_head() -> None:
 def test_lines() -> None:
     points = [(8, "staged", 0.5), (8, "staged", 0.0), (8, "direct", 0.1), (1, "direct", 0.0)]
     rows = [
-        row(ModelCase(batch_size=n, ratio=ratio, transport=transport), offload_ratio=ratio).figures
+        row(ModelCase(batch_size=n, ratio=ratio, transport=transport), offload_ratio=ratio)
         for n, transport, ratio in points
     ]
     found = lines(rows)
@@ -294,7 +297,7 @@ def test_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "bench.png"
     points = [ModelCase(batch_size=8, ratio=r, transport="direct") for r in (0.0, 0.02, 0.3)]
     rows = [row(point, offload_ratio=point.ratio) for point in points]
-    draw(record(*rows, failed_row(POINT, "too large")), path)
+    draw(record(*rows, FAILED), path)
     assert png_width(path) == 1950
     draw(record(rows[0]), path)
     assert png_width(path) == 1950
@@ -307,11 +310,12 @@ def png_width(path: Path) -> int:
 
 
 def test_requests() -> None:
-    found = requests(sweep(prompt_len=5), 3, 7)
+    rows = [RowLengths(5, 7)] * 3
+    found = list(requests(rows, 100))
     assert len({request.prompt_ids for request in found}) == len(found) == 3
     assert {len(request.prompt_ids) for request in found} == {5}
     assert all(r.params.max_tokens == 7 and r.params.ignore_eos for r in found)
-    assert found == requests(sweep(prompt_len=5), 3, 7)
+    assert found == list(requests(rows, 100))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +431,9 @@ def of_a_rival(
     """
     asked = []
 
-    def step(config: object, *, ratio: float, batch_size: int, **rest: object) -> RivalStep:
+    def step(
+        name: str, config: object, *, ratio: float, batch_size: int, **rest: object
+    ) -> RivalStep:
         assert rest["prompt_len"] == 4 and rest["new_tokens"] == 5
         asked.append((batch_size, ratio))
         if batch_size == 1:
@@ -436,7 +442,7 @@ def of_a_rival(
         return RivalStep(3.0 + 100 * whole, whole)
 
     # A rival runs on GPUs alone.
-    monkeypatch.setattr("dakrun.lab.bench.rival.rival_step", step)
+    monkeypatch.setattr("dakrun.lab.rivals.steps.rival_step", step)
     monkeypatch.setattr("dakrun.lab.bench.run.check_device", lambda _: None)
     points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.55)
     result = run(*tiny, *points, *options, "--json")

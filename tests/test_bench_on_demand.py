@@ -8,9 +8,9 @@ import torch
 
 from dakrun.config import ModelConfig, Popularity
 from dakrun.errors import UsageError
-from dakrun.lab.bench.on_demand import BUFFERS, Buffers, OnDemandExperts, Sizes, built, drawn
-from dakrun.lab.bench.prefetch import decoder_layers
-from dakrun.lab.bench.rival import Step, meta_model, rival_step
+from dakrun.lab.rivals.architecture import decoder_layers, meta_model
+from dakrun.lab.rivals.on_demand import BUFFERS, Buffers, OnDemandExperts, Sizes, built, drawn
+from dakrun.lab.rivals.steps import Step, rival_step
 from dakrun.models import parse_model_config
 from dakrun.models.popularity import with_popularity
 
@@ -83,7 +83,13 @@ def test_whole_models(name: str, ratio: float) -> None:
 def test_the_time_of_its_steps() -> None:
     config = replace(tiny("mixtral"), dtype="bfloat16")
     found = rival_step(
-        config, ratio=0.4, on_demand=True, batch_size=2, prompt_len=5, new_tokens=8, device=CPU
+        "on-demand",
+        config,
+        ratio=0.4,
+        batch_size=2,
+        prompt_len=5,
+        new_tokens=8,
+        device=CPU,
     )
     assert 0 < found.seconds < 60 and found.ratio >= 0.4
 

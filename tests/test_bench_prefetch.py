@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
-from dakrun.lab.bench.prefetch import Prefetch, built, decoder_layers, offloaded, spread, tier_bytes
-from dakrun.lab.bench.rival import Step, meta_model
-from dakrun.lab.probe.chain import captured
+from dakrun.lab.chain import captured
+from dakrun.lab.rivals.architecture import decoder_layers, meta_model
+from dakrun.lab.rivals.prefetch import Prefetch, built, offloaded, spread, tier_bytes
+from dakrun.lab.rivals.steps import Step
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model, parse_model_config
 

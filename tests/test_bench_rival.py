@@ -8,7 +8,8 @@ import tiny_models
 import torch
 
 from dakrun.config import ModelConfig
-from dakrun.lab.bench.rival import RivalStep, Step, rival_step, transformers_config
+from dakrun.lab.rivals.architecture import meta_model, transformers_config, weight_bytes
+from dakrun.lab.rivals.steps import RivalStep, Step, rival_step
 from dakrun.models import known_model, known_names, parse_model_config
 
 TINY = tuple(tiny_models.CONFIGS)
@@ -45,12 +46,14 @@ def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatc
             launch()
         return [0.1, 0.3, 0.2]
 
-    monkeypatch.setattr("dakrun.lab.bench.rival.graph_seconds", seconds)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.rivals.steps.graph_seconds", seconds)  # needs a GPU
     config = replace(tiny("llama-gqa3-tied"), dtype="bfloat16")
     device = torch.device("cpu")
     sizes = {"batch_size": 2, "prompt_len": 5, "new_tokens": new_tokens}
-    assert rival_step(config, **sizes, device=device) == RivalStep(0.2, 0.0)
-    found = rival_step(config, ratio=0.5, **sizes, device=device)
+    total = weight_bytes(meta_model(config))
+    resident = rival_step("transformers", config, **sizes, device=device)
+    assert resident == RivalStep(0.2, 0.0, total)
+    found = rival_step("prefetch", config, ratio=0.5, **sizes, device=device)
     assert found.seconds == 0.2 and 0.5 <= found.ratio < 1
 
 
@@ -60,5 +63,7 @@ def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatc
 def test_a_time_on_a_gpu(name: str, ratio: float) -> None:
     config = replace(tiny(name), dtype="float16")
     device = torch.device("cuda", 0)
-    found = rival_step(config, ratio=ratio, batch_size=2, prompt_len=8, new_tokens=9, device=device)
+    found = rival_step(
+        "prefetch", config, ratio=ratio, batch_size=2, prompt_len=8, new_tokens=9, device=device
+    )
     assert 0 < found.seconds < 1 and found.ratio >= ratio

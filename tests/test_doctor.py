@@ -16,9 +16,9 @@ from rich.console import Console
 
 from dakrun.cli import doctor, main
 from dakrun.cli.doctor import Check, can_generate, examine, render, verdict
+from dakrun.doctor import machine as machine_checks
+from dakrun.doctor.machine import Gpu
 from dakrun.errors import UsageError
-from dakrun.lab.probe import machine as machine_checks
-from dakrun.lab.probe.machine import Gpu
 
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150_000_000_000, "0000:1b:00.0", 227 * 1024)
 A100 = Gpu(1, "NVIDIA A100-SXM4-80GB", (8, 0), 85_000_000_000, "0000:43:00.0")

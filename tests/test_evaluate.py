@@ -18,7 +18,7 @@ from dakrun.cli import main
 from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL, Card, load_profile
 from dakrun.lab.evaluate import Scope, evaluate
-from dakrun.lab.evaluate.cases import attention_case, link_reads, product_case
+from dakrun.lab.evaluate.cases import case_of, link_reads
 from dakrun.lab.evaluate.charts import Entry
 from dakrun.lab.evaluate.figures import FIGURES
 from dakrun.lab.evaluate.measure import Measurer
@@ -35,7 +35,6 @@ from dakrun.lab.evaluate.predict import predict, short
 from dakrun.lab.evaluate.run import ceilings_of, describe, in_order
 from dakrun.lab.evaluate.store import Store, read_run
 from dakrun.lab.evaluate.tiny import NAME, tiny_model
-from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model
 
 STEP = StepPoint(model="opt-6.7b", new_tokens=9)
@@ -325,13 +324,13 @@ def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
 
 
 def test_multicast_saves_bytes_over_the_link_from_two_tiles_on() -> None:
-    here, case = scope(), product_case(scope(), MULTICAST)
+    here, case = scope(), case_of(scope(), MULTICAST)
     alone = replace(MULTICAST, without=("multicast",))
-    assert link_reads(here, MULTICAST, case).times == 1
-    assert link_reads(here, alone, case).times == 2
+    assert link_reads(here, MULTICAST, case)[1] == 1
+    assert link_reads(here, alone, case)[1] == 2
     few = replace(MULTICAST, n=8)
-    assert link_reads(here, few, product_case(here, few)) == link_reads(
-        here, replace(few, without=("multicast",)), product_case(here, few)
+    assert link_reads(here, few, case_of(here, few)) == link_reads(
+        here, replace(few, without=("multicast",)), case_of(here, few)
     )
     found, without = predict(MULTICAST, here), predict(alone, here)
     assert found.link_bytes == found.weight_bytes and without.link_bytes == 2 * found.link_bytes
@@ -420,7 +419,7 @@ def test_an_ablated_model_runs_on_a_card_without_the_techniques(
 ) -> None:
     from dakrun.engine import direct_accesses
     from dakrun.kernels.runtime import card_of
-    from dakrun.lab.bench.ceilings import Ceilings
+    from dakrun.lab.ceilings import Ceilings
     from dakrun.lab.evaluate.steps import Steps
     from dakrun.launches import TierAccess, split_row_blocks
 
@@ -487,11 +486,11 @@ def test_rivals_that_are_missing_say_so() -> None:
 
 
 def test_weights_of_rivals_repeat_random_values() -> None:
-    from dakrun.lab.evaluate.rivals import _fill
+    from dakrun.lab.rivals.steps import repeat
 
     weight = torch.nn.Parameter(torch.full((4, 6), torch.nan), requires_grad=False)
     block = torch.randn(7)
-    _fill(weight, block)
+    repeat(weight, block)
     assert torch.equal(weight.view(-1), block.repeat(4)[:24])
 
 
@@ -529,20 +528,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     hold_to(H200, monkeypatch)
     from dakrun.lab.evaluate import kernels as module
 
-    monkeypatch.setattr(module, "allocate", allocate_tiers)
-    monkeypatch.setattr(module, "Products", FakeProducts)
-    monkeypatch.setattr(module, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
+    monkeypatch.setattr("dakrun.lab.chains.Products", FakeProducts)
+    monkeypatch.setattr("dakrun.lab.chains.compile_ahead", lambda *_: None)
+    monkeypatch.setattr("dakrun.lab.chains.architecture", lambda _: "sm_90a")
     monkeypatch.setattr(module, "read_window", lambda readers, _: [1e9 * r.ctas for r in readers])
     monkeypatch.setattr(module, "READ_BYTES", {LOCAL: 2**24, "remote": 2**22})
-    monkeypatch.setattr("dakrun.lab.bench.attention.splitk_flash_attn", lambda *_, **__: None)
+    monkeypatch.setattr("dakrun.lab.chains.splitk_flash_attn", lambda *_, **__: None)
     small = replace(module.QUICK, chain_bytes=2**20, min_launches=2)
     monkeypatch.setattr(module, "QUICK", small)
     model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)
     here = scope(models={NAME: model})
     found = module.Kernels(here, torch.device("cpu"))
     measure = {
-        "product": found.product, "attention": found.attention, "read": found.read,
+        "product": found.op, "attention": found.op, "read": found.read,
     }  # fmt: skip
     yield lambda point: measure[point.kind](point)  # type: ignore[operator]
     found.close()
@@ -568,7 +566,7 @@ def test_buffers_grow_and_move(kernels: Callable[..., Result]) -> None:
     assert kernels(small).seconds is not None
     assert kernels(replace(small, op="lm_head")).seconds is not None
     slots = AttentionPoint(model=NAME, batch_size=8, length=128, ratio=0.25)
-    found, case = kernels(slots), attention_case(scope(models={NAME: tiny_model()}), slots)
+    found, case = kernels(slots), case_of(scope(models={NAME: tiny_model()}), slots)
     assert found.seconds is not None and found.ratio == case.ratio == 0.25
     for without in (("alignment",), ("window",)):
         assert kernels(replace(slots, without=without)).seconds is not None

@@ -10,8 +10,10 @@ import torch
 from cards import H200, PORTABLE
 
 from dakrun.hardware import Sweep
+from dakrun.lab.ceilings import MIB
+from dakrun.lab.chain import Launch
 from dakrun.lab.probe.attention_costs import attention_sweep, sampling_sweep
-from dakrun.lab.probe.chain import Launch
+from dakrun.lab.probe.effort import QUICK
 from dakrun.lab.probe.gemm_costs import (
     QUANTIZED_FORMATS,
     linear_sweep,
@@ -19,8 +21,7 @@ from dakrun.lab.probe.gemm_costs import (
     norm_sweep,
     staged_seconds,
 )
-from dakrun.lab.probe.measurement import MIB, QUICK
-from dakrun.lab.probe.sweeps import Bench, Buffer
+from dakrun.lab.probe.sweeps import Bench
 from dakrun.launches import GemmConfig, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 
@@ -136,23 +137,23 @@ class Launches:
 def bench() -> Bench:
     """A buffer of 96 MiB: three of the small weights, and less than one of the large ones."""
     memory = torch.zeros(96 * MIB, dtype=torch.uint8)
-    return Bench(H200, Buffer(memory), replace(QUICK, rows=(3, 64), many_rows=(65, 130)))
+    return Bench(H200, memory, replace(QUICK, rows=(3, 64), many_rows=(65, 130)))
 
 
 @pytest.fixture
 def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    found = Launches(bench.hbm.tensor)
+    found = Launches(bench.hbm)
     # Kernels and CUDA graphs need a GPU.
     gemm, attention = "dakrun.lab.probe.gemm_costs", "dakrun.lab.probe.attention_costs"
     monkeypatch.setattr(f"{gemm}.normalize", found.normalize)
     monkeypatch.setattr(f"{gemm}.Products", lambda *_: found)
     monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
     monkeypatch.setattr(f"{attention}.select_token", found.select_token)
-    monkeypatch.setattr("dakrun.lab.probe.chain.graph_seconds", found.seconds)
-    monkeypatch.setattr("dakrun.lab.probe.chain.recorded", lambda launch: launch)
-    monkeypatch.setattr("dakrun.lab.probe.chain._replayed", found.launched)
-    monkeypatch.setattr("dakrun.lab.probe.chain.MIN_SECONDS", 1e-4)
-    monkeypatch.setattr("dakrun.lab.probe.chain.LOAD_SECONDS", 0.0)
+    monkeypatch.setattr("dakrun.lab.chain.graph_seconds", found.seconds)
+    monkeypatch.setattr("dakrun.lab.chain.recorded", lambda launch: launch)
+    monkeypatch.setattr("dakrun.lab.chain._replayed", found.launched)
+    monkeypatch.setattr("dakrun.lab.chain.MIN_SECONDS", 1e-4)
+    monkeypatch.setattr("dakrun.lab.chain.LOAD_SECONDS", 0.0)
     return found
 
 
@@ -166,7 +167,7 @@ def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launch
     assert points(sweep, "n", "op_bytes") == [(n, size) for n in (3, 64) for size in sizes]
     assert points(sweep, "op_s", "spread") == [(LINEAR_S, 0)] * 4
     _, small, _, large, *_ = launches.chains  # each chain is first timed when short
-    start = bench.hbm.tensor.data_ptr()
+    start = bench.hbm.data_ptr()
     weights = [range(at, at + sizes[0]) for at in range(start, start + 96 * MIB, sizes[0])]
     assert small[:4] == [*weights, weights[0]] and len(small) * LINEAR_S >= 1e-4
     assert set(large) == {range(start, start + sizes[1])}
@@ -190,7 +191,7 @@ def test_quantized_weights_take_their_own_bytes(
 def test_attention_is_what_it_adds(bench: Bench, launches: Launches, most: int) -> None:
     """Short slots beside products, long ones alone."""
     launches.memory = torch.zeros(4 * most * MIB, dtype=torch.uint8)
-    sweep = attention_sweep(replace(bench, hbm=Buffer(launches.memory)))
+    sweep = attention_sweep(replace(bench, hbm=launches.memory))
     long = 2 * most // 8
     assert points(sweep, "n", "op_bytes") == [
         (8, 8 * MIB), (8, 8 * long * MIB), (most, most * MIB), (most, 2 * most * MIB),
@@ -305,8 +306,8 @@ class Staging:
 def test_staging_is_what_it_adds(
     bench: Bench, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far, near = Buffer(torch.zeros(3 * MIB, dtype=torch.uint8)), launches.memory
-    remote = range(far.tensor.data_ptr(), far.tensor.data_ptr() + far.tensor.numel())
+    far, near = torch.zeros(3 * MIB, dtype=torch.uint8), launches.memory
+    remote = range(far.data_ptr(), far.data_ptr() + far.numel())
 
     def seconds(launch: Callable[[], None], runs: int) -> list[float]:
         launch_s = launches.launched(launch)

@@ -21,7 +21,7 @@ LAYERS = (
     ("cli", "__main__"),
     ("lab", "ray"),
     ("demo", "report", "llm", "generate"),
-    ("engine",),
+    ("doctor", "engine"),
     ("nn", "requests"),
     ("weights",),
     ("kernels",),

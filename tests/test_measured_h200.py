@@ -5,7 +5,7 @@ import pytest
 from dakrun.config import Dtype, Workload
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.lab.probe.congestion import fixed_cost
-from dakrun.lab.probe.measurement import FULL
+from dakrun.lab.probe.effort import FULL
 from dakrun.models import known_model
 from dakrun.plan import Policy, linear_op, make_plan, predicted_time
 from dakrun.plan.cta_model import read_times

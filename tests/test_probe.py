@@ -19,23 +19,25 @@ from dakrun.hardware import (
     HardwareProfile,
     OpCosts,
     cpu_name,
+    describe_profile,
     find_profile,
     load_profile,
     parse_profile,
     profile_text,
+    save_profile,
 )
 from dakrun.lab.probe import run as probe
-from dakrun.lab.probe.cpu import measure_cpu
-from dakrun.lab.probe.cpu_costs import (
+from dakrun.lab.probe.cpu import (
     Sizes,
     Stopwatch,
     attention_costs,
     linear_costs,
+    measure_cpu,
     norm_costs,
     sampling_costs,
 )
-from dakrun.lab.probe.measurement import Measurement, provenance, spread
 from dakrun.lab.probe.table import facts, render
+from dakrun.lab.samples import Measurement, provenance, spread
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 
@@ -90,7 +92,7 @@ def test_costs_are_of_ops_with_and_without_work(monkeypatch: pytest.MonkeyPatch)
         return (1e-5 if "fixed" in name else 3e-5) * (4 if "float32" in name else 1)
 
     # A machine's own times would differ from run to run.
-    monkeypatch.setattr("dakrun.lab.probe.cpu_costs.Stopwatch.seconds", seconds)
+    monkeypatch.setattr("dakrun.lab.probe.cpu.Stopwatch.seconds", seconds)
     watch, read = Stopwatch(TINY), 1e12
     rate = {dtype: ComputeRate(peak=1e15) for dtype in ("float32", "bfloat16")}
     found = attention_costs(watch, torch.rand(2**16), rate, read)
@@ -337,7 +339,7 @@ def test_auto_warns_of_a_kept_profile_that_spreads_at_each_use(
     empty_cache: Path, tmp_path: Path, spread: float
 ) -> None:
     path = probe.target(None, "noisy", "cpu")
-    probe.save(spreading("noisy", spread, 0.01).profile, path)
+    save_profile(spreading("noisy", spread, 0.01).profile, path)
     prompts = tmp_path / "p.txt"
     prompts.write_text(task.prompt(3, 4) + "\n", encoding="utf-8")
     run_it = ("generate", "--model", str(MODEL), "-i", str(prompts), "--device", "cpu")
@@ -379,19 +381,16 @@ def dated(name: str, days: int) -> HardwareProfile:
     ("days", "age"), [(-1, "today"), (0, "today"), (1, "1 day ago"), (40, "40 days ago")]
 )
 def test_how_old_a_profile_is(days: int, age: str) -> None:
-    assert (
-        probe.describe_profile(dated("mine", days))
-        == f"profile mine of NVIDIA H200: measured {age}"
-    )
-    shipped = probe.describe_profile(dated("h200-pcie5", days))
+    assert describe_profile(dated("mine", days)) == f"profile mine of NVIDIA H200: measured {age}"
+    shipped = describe_profile(dated("h200-pcie5", days))
     assert f"measured {age} on another machine; dakrun profile" in shipped
-    assert "not measured, from a data sheet" in probe.describe_profile(load_profile("gh200"))
+    assert "not measured, from a data sheet" in describe_profile(load_profile("gh200"))
 
 
 def test_a_date_that_is_none() -> None:
     profile = dated("mine", 0)
     provenance = dataclasses.replace(profile.provenance, date="last winter")
-    line = probe.describe_profile(dataclasses.replace(profile, provenance=provenance))
+    line = describe_profile(dataclasses.replace(profile, provenance=provenance))
     assert line == "profile mine of NVIDIA H200: measured last winter"
 
 

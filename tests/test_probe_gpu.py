@@ -21,21 +21,12 @@ from dakrun.geometry import (
 from dakrun.hardware import OpCosts, RemoteTier, Sweep, load_profile, parse_profile, profile_text
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import card_of, gpu_name, jit
+from dakrun.lab.ceilings import KIB, MIB, fitting, ring_for
 from dakrun.lab.probe.congestion import PER_SM, grouped
+from dakrun.lab.probe.effort import FULL, QUICK, Effort, buffer_sizes
 from dakrun.lab.probe.gpu import GpuProbe, measure_gpu, measured_variants
-from dakrun.lab.probe.measurement import (
-    FULL,
-    KIB,
-    MIB,
-    QUICK,
-    Effort,
-    Measurement,
-    buffer_sizes,
-    fitting,
-    provenance,
-    ring_for,
-)
-from dakrun.lab.probe.sweeps import Bench, Buffer
+from dakrun.lab.probe.sweeps import Bench
+from dakrun.lab.samples import Measurement, provenance
 
 GIB = 2**30
 
@@ -135,7 +126,7 @@ class StillBench(Bench):
     """Readers that all run at the rate of their tier, without a GPU."""
 
     def readings(self, *readers: Reader) -> list[list[float]]:
-        here = self.hbm.tensor.data_ptr()
+        here = self.hbm.data_ptr()
         link = 5.153e10 if len(readers) == 1 else 5.132e10
         return [[4.741e12 if r.address == here else link] * 3 for r in readers]
 
@@ -145,12 +136,14 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     # Sweeps need a GPU: those of a profile stand in.
     for kind in ("hbm", "l2", "direct", "congestion", "amplification", "multicast"):
         sweep = measured.sweeps[kind if kind in ("hbm", "l2") else f"host {kind}"]
-        monkeypatch.setattr(f"dakrun.lab.probe.gpu.{kind}_sweep", lambda *_, sweep=sweep: sweep)
-    monkeypatch.setattr("dakrun.lab.probe.gpu.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10])
+        monkeypatch.setattr(f"dakrun.lab.probe.sweeps.{kind}_sweep", lambda *_, sweep=sweep: sweep)
     monkeypatch.setattr(
-        "dakrun.lab.probe.gpu.staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3)
+        "dakrun.lab.probe.sweeps.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10]
     )
-    hbm, host = (Buffer(torch.empty(64 * MIB, dtype=torch.uint8)) for _ in range(2))
+    monkeypatch.setattr(
+        "dakrun.lab.probe.sweeps.staging_rates", lambda *_: ([5.2e10] * 3, [4.4e12] * 3)
+    )
+    hbm, host = (torch.empty(64 * MIB, dtype=torch.uint8) for _ in range(2))
     probe = GpuProbe(StillBench(H200, hbm, FULL))
     assert probe.ring == (32 * KIB, 6), "the ring that reads HBM fastest on all SMs"
     tier = probe.remote_tier("host", host, GIB)

@@ -18,15 +18,13 @@ from dakrun.cli.console import WIDTH, width
 from dakrun.cli.doctor import Check
 from dakrun.config import Workload
 from dakrun.hardware import load_profile
-from dakrun.lab.bench.attention_sweep import attention_sweep
-from dakrun.lab.bench.gemm_sweep import gemm_sweep
+from dakrun.lab.bench.kernel_sweep import attention_sweep, gemm_sweep
 from dakrun.lab.bench.model_rows import model_columns
-from dakrun.lab.bench.output import Record, as_text
-from dakrun.lab.bench.output import render as render_bench
-from dakrun.lab.bench.rows import columns as kernel_columns
-from dakrun.lab.probe.measurement import Measurement
+from dakrun.lab.output import Record, as_text
+from dakrun.lab.output import render as render_bench
 from dakrun.lab.probe.run import Probe
 from dakrun.lab.probe.table import render as render_profile
+from dakrun.lab.samples import Measurement
 from dakrun.models import known_model
 from dakrun.plan import Policy, make_plan
 from dakrun.plan.show.overview import Overview
@@ -111,9 +109,7 @@ def test_a_gemm_bench(columns: int, ablations: bool) -> None:
         "predicted_s": 0.01234567, "cublas_s": 0.01234567, "speedup": 12.34,
         "window_off_s": 0.01234567, "alignment_off_s": 0.01234567,
     }  # fmt: skip
-    shown = Record(
-        head=HEAD | {"command": "dakrun"}, columns=kernel_columns(sweep), rows=(figures,)
-    )
+    shown = Record(head=HEAD | {"command": "dakrun"}, columns=sweep.columns, rows=(figures,))
     lines = check_numbers(lambda console: render_bench(shown, console), columns)
     (row,) = (line.split() for line in lines if line.startswith("128256x16384"))
     assert {"4096", "100.00%", "12345.67", "4,712", "100.0%"} <= set(row)
@@ -127,9 +123,7 @@ def test_an_attention_bench(columns: int) -> None:
         "bytes_per_s": 4.712e12, "bound_over_time": 1.0, "predicted_s": 0.12345678,
         "sdpa_s": 0.12345678, "speedup": 12.34,
     }  # fmt: skip
-    shown = Record(
-        head=HEAD | {"command": "dakrun"}, columns=kernel_columns(sweep), rows=(figures,)
-    )
+    shown = Record(head=HEAD | {"command": "dakrun"}, columns=sweep.columns, rows=(figures,))
     lines = check_numbers(lambda console: render_bench(shown, console), columns)
     (row,) = (line.split() for line in lines if line.startswith("512:128"))
     assert {"100.00%", "123456.78", "4,712", "100.0%", "12.34"} <= set(row)

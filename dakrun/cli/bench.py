@@ -220,13 +220,13 @@ def bench(
     All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile,
     --limits.
     """
+    from dakrun.hardware import describe_profile
     from dakrun.lab.bench import run as benchmark
-    from dakrun.lab.bench.output import as_text, check_output, render, write
-    from dakrun.lab.probe.run import describe_profile
+    from dakrun.lab.output import as_text, check_output, render, write
     from dakrun.plan.show import picture
 
     subject = kernel or MODEL
-    sweep = benchmark.parse_sweep(subject, _own_options(subject, given))
+    sweep = benchmark.SWEEPS[subject](**_own_options(subject, given))
     if output:
         check_output(output)
     if plot:

@@ -1,6 +1,6 @@
 """The checks of `dakrun doctor`, each with its finding, and with a remedy if something is missing.
 
-Checks Python packages, the profile and the cache folder; dakrun/lab/probe/machine.py checks the
+Checks Python packages, the profile and the cache folder; dakrun/doctor/machine.py checks the
 hardware. CuPy and NVRTC are loaded in other processes, so that a crash there does no harm here.
 """
 
@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from dakrun.errors import DakrunError
-from dakrun.hardware import find_profile, gpu_names
-from dakrun.lab.probe.machine import (
+from dakrun.doctor.machine import (
     Check,
     Gpu,
     direct_transport,
@@ -29,6 +27,8 @@ from dakrun.lab.probe.machine import (
     peers,
     visible_gpus,
 )
+from dakrun.errors import DakrunError
+from dakrun.hardware import find_profile, gpu_names
 from dakrun.resources import cache_dir
 from dakrun.tables import Column, print_table
 from dakrun.units import format_bytes

@@ -153,7 +153,7 @@ def generate(
 
     from dakrun.config import model_len
     from dakrun.generate import BatchJob, check_report, write_report
-    from dakrun.lab.probe.run import describe_profile
+    from dakrun.hardware import describe_profile
     from dakrun.llm import LLM
     from dakrun.models.hub import find_model
     from dakrun.plan.lossy import quantization_note

@@ -53,7 +53,7 @@ def resolve_run_profile(
 
 def _warned(profile: "HardwareProfile", note: Callable[[str], None]) -> "HardwareProfile":
     """`profile`, which auto chose; `note` gets a warning if its figures spread."""
-    from dakrun.lab.probe.run import spread_warning
+    from dakrun.hardware import spread_warning
 
     if (warning := spread_warning(profile)) is not None:
         note(warning)

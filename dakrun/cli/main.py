@@ -62,6 +62,7 @@ def profile(
     GPUs that it can read, or of the CPU. Without -o it goes to the cache folder, where --profile
     auto finds it.
     """
+    from dakrun.hardware import save_profile, spread_warning
     from dakrun.lab.probe import run as probe
     from dakrun.lab.probe.table import render
     from dakrun.plan.show import picture
@@ -72,10 +73,10 @@ def profile(
         picture.check_target(Path(plot))
     eprint(f"measuring {probe.device_name(kind)} for {probe.duration(quick=quick)}")
     result = probe.measure(name or path.stem, kind, quick=quick, note=eprint)
-    probe.save(result.profile, path)
+    save_profile(result.profile, path)
     render(result, stdout_console())
     eprint(f"written to {path}" + ("" if output else "; --profile auto uses it"))
-    if (warning := probe.spread_warning(result.profile)) is not None:
+    if (warning := spread_warning(result.profile)) is not None:
         eprint(warning)
     if plot:
         from dakrun.lab.probe.plot import draw

@@ -80,7 +80,7 @@ def plan(
     from dataclasses import replace
 
     from dakrun.config import SamplingParams, model_len
-    from dakrun.lab.probe.run import describe_profile
+    from dakrun.hardware import describe_profile
     from dakrun.plan.show.json import overview_dict
     from dakrun.plan.show.overview import Overview
     from dakrun.plan.show.plot import plot_plan

@@ -6,6 +6,7 @@ or why they do not. Imports neither torch nor CUDA.
 """
 
 from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
+from dakrun.hardware.descriptions import describe_profile, spread_warning
 from dakrun.hardware.files import (
     cpu_name,
     find_profile,
@@ -13,6 +14,7 @@ from dakrun.hardware.files import (
     kept_profile,
     kept_profiles_dir,
     load_profile,
+    save_profile,
     shipped_profiles,
 )
 from dakrun.hardware.kernels import RUN_ON, how_kernels_run, why_no_kernels
@@ -48,6 +50,7 @@ __all__ = [
     "RemoteTier",
     "Sweep",
     "cpu_name",
+    "describe_profile",
     "find_profile",
     "gpu_names",
     "how_kernels_run",
@@ -56,6 +59,8 @@ __all__ = [
     "load_profile",
     "parse_profile",
     "profile_text",
+    "save_profile",
     "shipped_profiles",
+    "spread_warning",
     "why_no_kernels",
 ]

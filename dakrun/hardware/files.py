@@ -3,6 +3,7 @@
 Knows folders and device names; profile_toml.py knows the content.
 """
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 from dakrun.errors import UsageError, check_file_name
 from dakrun.hardware.parts import OtherSchema
 from dakrun.hardware.profile import HardwareProfile
-from dakrun.hardware.profile_toml import parse_profile
+from dakrun.hardware.profile_toml import parse_profile, profile_text
 from dakrun.resources import cache_dir, resource_dir
 
 
@@ -83,6 +84,22 @@ def kept_profile(*, device: Literal["cuda", "cpu"], name: str) -> HardwareProfil
         if kept.device == device and name and kept.device_name == name:
             return kept
     return None
+
+
+def save_profile(profile: HardwareProfile, path: Path) -> None:
+    """Write `profile` to `path` atomically; the cache folder is made if needed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.parent == kept_profiles_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(profile_text(profile), encoding="utf-8")
+        partial.replace(path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise UsageError(
+            f"{path}: {problem.strerror}", hint="name a writable file with -o"
+        ) from None
 
 
 def _device_name(device: Literal["cuda", "cpu"]) -> str:

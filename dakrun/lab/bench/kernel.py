@@ -1,97 +1,103 @@
 """The loop over the cases of a kernel: ceilings first, then each case beside its baseline.
 
-Knows the parts that all kernels share; gemm.py and attention.py launch them.
+Also chains in rooms of buffers, which dakrun evaluate measures one by one.
 """
 
 import itertools
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dakrun.engine import direct_accesses
-from dakrun.hardware import LOCAL, Card, HardwareProfile
+from dakrun.hardware import Card, HardwareProfile
 from dakrun.kernels.runtime import card_of
-from dakrun.lab.bench.attention_sweep import AttentionSweep
-from dakrun.lab.bench.ceilings import Effort
-from dakrun.lab.bench.gemm_sweep import GemmSweep
-from dakrun.lab.bench.output import Record, head
-from dakrun.lab.bench.rows import Row, columns
-from dakrun.lab.bench.sweep import forecast
-from dakrun.lab.bench.tiers import measure_ceilings, operands
+from dakrun.lab.bench.kernel_sweep import KernelSweep, kernel_row
+from dakrun.lab.cases import Case, Weight, buffer_bytes, forecast
+from dakrun.lab.ceilings import FULL, Effort
+from dakrun.lab.chains import CHAINS, GemmChains
+from dakrun.lab.memory import Room, measure_ceilings
+from dakrun.lab.output import Record, head
 from dakrun.launches import TierAccess
-
-
-class Chains(ABC):
-    """Chains of launches of one kernel over operands in `buffers`, and of its baseline.
-
-    `buffers` are uint8 [bytes] by tier, HBM first, and hold operands of `dtype`. Times are seconds
-    of one launch, one for each of `replays` replays.
-    """
-
-    def __init__(
-        self, buffers: dict[str, torch.Tensor], dtype: torch.dtype, card: Card, replays: int
-    ) -> None:
-        self.buffers = buffers
-        self.device = buffers[LOCAL].device
-        self._dtype, self._card, self._replays = dtype, card, replays
-
-    @abstractmethod
-    def fill(self, case: Any) -> None:
-        """Write random operands for `case` into all buffers."""
-
-    @abstractmethod
-    def baseline(self, case: Any) -> list[float]:
-        """Times of torch's kernel with the case's operands contiguous in HBM."""
-
-    @abstractmethod
-    def row(self, case: Any, access: Sequence[TierAccess], **known: float) -> Row:
-        """Measure `case` with tiers read as `access` says; `known` are the row's other times."""
+from dakrun.memory.tiers import ALIGNMENT
+from dakrun.plan import is_windowed
+from dakrun.units import format_bytes, format_seconds
 
 
 def measure_kernel(
-    sweep: GemmSweep | AttentionSweep,
-    profile: HardwareProfile,
-    new_chains: Callable[[dict[str, torch.Tensor], torch.dtype, Card, int], Chains],
-    *,
-    effort: Effort,
-    command: str,
+    sweep: KernelSweep, profile: HardwareProfile, *, effort: Effort = FULL, command: str,
     progress: Callable[[str], None],
-) -> Record:
+) -> Record:  # fmt: skip
     """Measure the ceilings and then all cases of `sweep` on torch's current GPU.
 
-    `profile` gives the predictions and the SMs and window for the remote tier; `new_chains` is the
-    constructor of a Chains. Cases that differ in their ratio alone share one baseline measurement.
-    Raises CannotRun if memory is short.
+    A time is the median of all replays. `profile` gives the predictions and the SMs and window for
+    the remote tier. Cases that differ in their ratio alone share one baseline measurement. One
+    ablation reads without the congestion window (as many stages as shared memory holds), the other
+    without wave alignment (largest groups of row blocks, so that waves are uneven). Raises
+    CannotRun if memory is short or no kernel supports the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     card = card_of(device)
     profile = profile.on(card)
-    ceilings = measure_ceilings(sweep.remote_tiers(profile), effort, device)
-    _, *remote = ceilings.rates
+    remote = sweep.remote_tiers(profile)
+    ceilings = measure_ceilings(remote, effort, device)
     cases = list(sweep.cases(ceilings.turning_point, effort, tiers=len(ceilings.rates)))
-    rows: list[Row] = []
-    with operands(cases, sweep.operand, ceilings.rates, device, progress) as buffers:
-        chains = new_chains(buffers, getattr(torch, sweep.dtype), card, effort.replays)
-        for label, group in itertools.groupby(cases, key=lambda case: case.label):
+    sizes = dict(zip(ceilings.rates, buffer_bytes(cases, ALIGNMENT), strict=True))
+    operand, rows = cases[0].operand, list[dict[str, Any]]()
+    progress(
+        f"measuring {len(cases)} cases with {format_bytes(sum(sizes.values()))} of {operand.stored}"
+    )
+    with Room(device) as room:
+        dtype = getattr(torch, sweep.dtype)
+        chains = CHAINS[type(operand)](room.at_least(sizes), dtype, card, effort.replays)
+        if isinstance(chains, GemmChains):
+            counts = dict.fromkeys(of.n for of in sweep.operands if isinstance(of, Weight))
+            chains.compile(list(counts), mixes=not windowed(remote, card))
+        for label, group in itertools.groupby(cases, key=lambda case: case.operand.label):
             first, *others = group
-            chains.fill(first)
+            chains.fill(first.operand)
             baseline_s = statistics.median(chains.baseline(first))
             for case in (first, *others):
-                expected = forecast(case, sweep.dtype, profile, remote)
-                row = chains.row(
-                    case,
-                    [TierAccess(), *direct_accesses(profile, remote, expected.sms[1:], card)],
-                    bound_s=ceilings.seconds(case.tier_bytes),
-                    predicted_s=expected.seconds,
-                    baseline_s=baseline_s,
-                )
-                progress(f"{label} {row.summary}")
-                rows.append(row)
+                predicted_s, access = accesses(case, profile, list(ceilings.rates)[1:], card)
+                samples, by = chains.kernel(case, access)
+                off: dict[str, float | None] = {}
+                if sweep.ablations:
+                    deep = [replace(tier, window_bytes=None) for tier in access]
+                    uneven = replace(card, even_waves=False)
+                    off["window_off_s"] = (
+                        statistics.median(chains.kernel(case, deep)[0]) if case.ratio else None
+                    )
+                    off["alignment_off_s"] = statistics.median(
+                        chains.kernel(case, access, uneven)[0]
+                    )
+                rows.append(kernel_row(
+                    case, samples, by, bound_s=ceilings.seconds(case.tier_bytes),
+                    predicted_s=predicted_s, baseline_s=baseline_s, **off,
+                ))  # fmt: skip
+                time, share = rows[-1]["time_s"], rows[-1]["bound_over_time"]
+                progress(f"{label} {case.ratio:.2%} remote: {format_seconds(time)}, "
+                         f"{share:.1%} of the ceiling")  # fmt: skip
+    subject = {"kernel": operand.kernel}
     return Record(
-        head=head({"kernel": sweep.kernel}, sweep.dtype, ceilings, profile, command),
-        columns=columns(sweep),
-        rows=tuple(row.figures() for row in rows),
+        head=head(subject, sweep.dtype, ceilings, profile, command),
+        columns=sweep.columns,
+        rows=tuple(rows),
     )
+
+
+def accesses(
+    case: Case, profile: HardwareProfile, remote: Sequence[str], card: Card
+) -> tuple[float, list[TierAccess]]:
+    """The predicted seconds of `case`, and how its kernel reads the tiers: as in a plan."""
+    expected = forecast(case, profile, remote)
+    return expected.seconds, [
+        TierAccess(),
+        *direct_accesses(profile, remote, expected.sms[1:], card),
+    ]
+
+
+def windowed(remote: Sequence[Any], card: Card) -> bool:
+    """Whether all links of the `remote` tiers have a window on `card`."""
+    return all(is_windowed(tier, card) for tier in remote)

@@ -4,15 +4,15 @@ The ceilings are measured first, in the same process: HBM and each remote tier a
 engine; on a CPU they are the profile's. For every point the model is loaded as `dakrun generate`
 loads it. It completes batches of requests of equal length, so that all slots are busy in every
 decode step: a short batch to warm up, then up to three timed ones. A time is the median of all
-steps. With --rival, the step of transformers (rival.py) is measured after the first point of each
+steps. With --rival, the step of transformers (rivals/) is measured after the first point of each
 batch size: with everything in HBM, and for prefetch and on-demand also once for each ratio.
 """
 
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -21,18 +21,15 @@ from dakrun.engine import EngineStats, gpu_errors
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.lab.bench import model_rows
-from dakrun.lab.bench.ceilings import FULL, Ceilings
 from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
-from dakrun.lab.bench.output import Record, head
-from dakrun.lab.bench.tiers import measure_ceilings
+from dakrun.lab.ceilings import FULL, Ceilings
+from dakrun.lab.memory import measure_ceilings
+from dakrun.lab.output import Record, head
 from dakrun.llm import LLM
-from dakrun.models.popularity import with_popularity
+from dakrun.models.popularity import UNIFORM, with_popularity
 from dakrun.plan import Links
-from dakrun.requests import Request, RowError
+from dakrun.requests import Request, RowError, RowLengths
 from dakrun.units import format_seconds
-
-if TYPE_CHECKING:
-    from dakrun.lab.bench.rival import RivalStep
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3
@@ -41,11 +38,7 @@ HINT = "choose smaller batches or another --ratio, or end other programs that us
 
 
 def measure_model(
-    sweep: ModelSweep,
-    profile: HardwareProfile,
-    *,
-    command: str,
-    progress: Callable[[str], None],
+    sweep: ModelSweep, profile: HardwareProfile, *, command: str, progress: Callable[[str], None]
 ) -> Iterator[Record]:
     """Measure all points of `sweep`; yields a record of all rows so far after each point.
 
@@ -53,8 +46,7 @@ def measure_model(
     device. A point that cannot run becomes a row without figures. Raises UsageError for another
     device's profile, CannotRun if no point can run.
     """
-    device = _device(profile)
-    bench = ModelBench(sweep, profile, device, progress)
+    bench = ModelBench(sweep, profile, _device(profile), progress)
     points = list(sweep.points())
     progress(f"points to measure of {sweep.name}: {len(points)}")
     subject = {
@@ -66,17 +58,17 @@ def measure_model(
         "popularity": sweep.popularity,
     }
     header = head(subject, sweep.config.dtype, bench.ceilings, profile, command)
-    rows: list[model_rows.ModelRow] = []
+    rows: list[model_rows.Row] = []
     refusal: CannotRun | None = None
     for point in points:
         try:
             rows.append(bench.row(point))
         except CannotRun as problem:
             refusal = CannotRun(str(problem), hint=problem.hint)  # without the traceback
-            rows.append(model_rows.failed_row(point, str(problem)))
-        progress(f"{point}: {rows[-1].summary}")
-        yield Record(header, model_rows.model_columns(sweep), tuple(row.figures for row in rows))
-    if refusal and all(row.problem for row in rows):
+            rows.append(model_rows.row_of(point, problem=str(problem)))
+        progress(f"{point}: {model_rows.summary(rows[-1])}")
+        yield Record(header, model_rows.model_columns(sweep), tuple(rows))
+    if refusal and all(row["problem"] for row in rows):
         raise refusal
 
 
@@ -112,12 +104,13 @@ class ModelBench:
         self._progress, self._count = progress, rounds or ROUNDS
         self._free = self._free_bytes()  # before anything is allocated
         self.ceilings = ceilings or self._measured()
-        self._rivals: dict[tuple[int, float], RivalStep | None] = {}  # by batch size and ratio
+        self._rivals: dict[tuple[int, float], tuple[float, float] | None] = {}
 
-    def row(self, point: ModelCase) -> model_rows.ModelRow:
+    def row(self, point: ModelCase) -> model_rows.Row:
         """Measure a point and its rival; CannotRun if it does not fit."""
         run = self.run(point)
-        return model_rows.measured_row(point, run, self._rival(point, run.plan.ratio))
+        row, plan = model_rows.measured_row(point, run), run.plan
+        return row | self._rival(point, plan.ratio, row["step_s"], plan.weight_bytes)
 
     def run(self, point: ModelCase) -> model_rows.Run:
         """Measure a point; CannotRun if it does not fit."""
@@ -142,7 +135,7 @@ class ModelBench:
             policy=point.policy(sweep.policy),
             load_format=sweep.load_format,
             format=sweep.format,
-            popularity=point.popularity(sweep.popularity),
+            popularity=sweep.popularity if point.order == "use" else UNIFORM,
             choices=sweep.popularity if sweep.load_format == "dummy" else AUTO,
         ) as llm:
             if llm.fallback:
@@ -172,54 +165,63 @@ class ModelBench:
         """Run the batches; the engine's stats then cover the timed ones."""
         sweep = self.sweep
 
-        def finish(new_tokens: int) -> None:
-            for result in llm.stream(requests(sweep, batch_size, new_tokens)):
-                if isinstance(result, RowError):
-                    raise CannotRun(result.message, hint="try --dtype bfloat16, or another model")
+        def batch(new_tokens: int) -> None:
+            rows = [RowLengths(sweep.prompt_len, new_tokens)] * batch_size
+            finish(llm, requests(rows, sweep.config.vocab_size))
 
-        finish(min(WARM_UP_TOKENS, sweep.new_tokens))
+        batch(min(WARM_UP_TOKENS, sweep.new_tokens))
         llm.engine.stats = EngineStats()
         if (use := llm.engine.runner.expert_use) is not None:
             use.clear()
         start = time.perf_counter()
         for done in range(self._count):
             if not done or time.perf_counter() - start < MAX_SECONDS:
-                finish(sweep.new_tokens)
+                batch(sweep.new_tokens)
 
-    def _rival(self, point: ModelCase, planned: float) -> model_rows.RivalRun | None:
-        """The rival's steps for a point whose plan has that ratio; None without a rival."""
-        sweep = self.sweep
-        if sweep.rival is None:
-            return None
+    def _rival(
+        self, point: ModelCase, planned: float, time: float, weight_bytes: int
+    ) -> dict[str, Any]:
+        """The rival's figures for a point whose plan has that ratio; none without a rival.
+
+        The point's step takes `time` seconds, for a model of `weight_bytes`.
+        """
+        if (rival := self.sweep.rival) is None:
+            return {}
         ratio = planned if point.ratio == AUTO else point.ratio
-        best = self._rival_step(point.batch_size, 0.0)
-        step = best if sweep.rival == "transformers" else self._rival_step(point.batch_size, ratio)
-        return model_rows.RivalRun(
-            name=sweep.rival,
-            ratio=step.ratio if step else None,
-            step_s=step.seconds if step else None,
-            best_s=best.seconds if best else None,
-        )
+        best_s, _ = best = self._rival_step(point.batch_size, 0.0) or (None, None)
+        step_s, found = best if rival == "transformers" else (
+            self._rival_step(point.batch_size, ratio) or (None, None))  # fmt: skip
+        return {
+            "rival": rival,
+            "rival_ratio": found,
+            "rival_s": step_s,
+            "rival_eb_bytes_per_s": weight_bytes / step_s if step_s else None,
+            "speedup": step_s / time if step_s else None,
+            "rival_best_s": best_s,
+            "best_speedup": best_s / time if best_s else None,
+        }
 
-    def _rival_step(self, batch_size: int, ratio: float) -> "RivalStep | None":
-        """The rival's step, measured once; None, and a message, if it cannot run."""
+    def _rival_step(self, batch_size: int, ratio: float) -> tuple[float, float] | None:
+        """The rival's step and ratio, measured once; None, and a message, if it cannot run."""
         sweep, key = self.sweep, (batch_size, ratio)
         if key not in self._rivals:
-            from dakrun.lab.bench.rival import rival_step  # transformers takes seconds to import
+            from dakrun.lab.rivals import steps  # transformers takes seconds to import
 
+            assert sweep.rival
             self._release()
             self._rivals[key] = None
             try:
                 with gpu_errors():
-                    step = self._rivals[key] = rival_step(
+                    step = steps.rival_step(
+                        sweep.rival,
                         with_popularity(sweep.config, sweep.popularity, random=True),
                         ratio=ratio,
-                        on_demand=sweep.rival == "on-demand" and ratio > 0,
                         batch_size=batch_size,
                         prompt_len=sweep.prompt_len,
                         new_tokens=sweep.new_tokens,
                         device=self.device,
                     )
+                self._rivals[key] = step.seconds, step.ratio
                 ratio, found = step.ratio, f"step {format_seconds(step.seconds)}"
             except CannotRun as problem:
                 found = f"not measured: {problem}"
@@ -249,17 +251,23 @@ class ModelBench:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
 
-def requests(sweep: ModelSweep, batch_size: int, new_tokens: int) -> list[Request]:
-    """A batch of prompts of random token ids with a fixed seed; end-of-sequence is ignored."""
+def requests(rows: Sequence[RowLengths], vocabulary: int) -> Iterator[Request]:
+    """Requests of random token ids with a fixed seed; end-of-sequence is ignored."""
     draw = random.Random(0)
-    vocabulary = range(sweep.config.vocab_size)
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    return [
-        Request(
+    for number, row in enumerate(rows):
+        yield Request(
             id=str(number),
             line=number + 1,
-            prompt_ids=tuple(draw.choices(vocabulary, k=sweep.prompt_len)),
-            params=params,
+            prompt_ids=tuple(draw.choices(range(vocabulary), k=row.prompt)),
+            params=SamplingParams(max_tokens=row.new, ignore_eos=True),
         )
-        for number in range(batch_size)
-    ]
+
+
+def finish(llm: LLM, asked: Iterator[Request]) -> int:
+    """Complete all requests; returns their new tokens. Raises CannotRun if one fails."""
+    tokens = 0
+    for result in llm.stream(asked):
+        if isinstance(result, RowError):
+            raise CannotRun(result.message, hint="try --dtype bfloat16, or another model")
+        tokens += len(result.token_ids)
+    return tokens

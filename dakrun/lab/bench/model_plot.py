@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dakrun.lab.bench.output import Record
+from dakrun.lab.output import Record
 from dakrun.plan.show.picture import (
     BLUE,
     GREEN,

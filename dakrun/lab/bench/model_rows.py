@@ -8,25 +8,37 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.lab.bench.ceilings import Ceilings
-from dakrun.lab.bench.model_sweep import (
-    ModelCase,
-    ModelRatio,
-    ModelSweep,
-    Order,
-    Rival,
-    TransportChoice,
-)
-from dakrun.lab.bench.output import Column, microseconds
-from dakrun.lab.probe.measurement import spread
-from dakrun.plan import Links, OpPlan, Plan, Strategy, bound_time, predict_prefill
+from dakrun.lab.bench.model_sweep import ModelCase, ModelSweep
+from dakrun.lab.ceilings import Ceilings
+from dakrun.lab.output import Column, microseconds
+from dakrun.lab.samples import spread
+from dakrun.plan import Links, OpPlan, Plan, bound_time, predict_prefill
 from dakrun.plan.show.json import experts_figures
 from dakrun.units import format_decimal, format_seconds
 
 Reads = Mapping[str, Sequence[Sequence[float]]]  # bytes by op, layer and tier
+Row = Mapping[str, Any]
+
+# The figures of a row, after those that were asked for; None is one that was not measured.
+# `transports` are those that the plan chose for remote weights. EB (effective bandwidth) is the
+# model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
+# `limit_s` follows from the ceilings, `bound_s` and `predicted_s` from the profile. `rival_s` is
+# the step of another program with `rival_ratio` of its weight bytes in host memory, `rival_best_s`
+# that with everything in HBM; the speedups are relative to them. `problem` is the reason why
+# nothing was measured.
+FIGURES = (
+    *("transports", "ratio", "steps", "step_s", "spread", "tokens_per_s", "eb_bytes_per_s"),
+    *("eb_total_bytes_per_s", "eb_total_over_ceiling", "limit_s", "limit_over_time", "bound_s"),
+    *("predicted_s", "prediction_error", "ttft_s", "predicted_ttft_s", "prefill_s", "gap_s"),
+    *("experts_per_step", "predicted_experts_per_step", "local_read_share"),
+    *("predicted_local_read_share", "rival", "rival_ratio", "rival_s", "rival_eb_bytes_per_s"),
+    *("speedup", "rival_best_s", "best_speedup", "weight_bytes", "hbm_read_bytes"),
+    *("remote_read_bytes", "gpu_bytes", "planned_gpu_bytes", "problem"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,101 +73,6 @@ class Run:
         """
         ops = self.plan.weights() if weights else self.plan.ops
         return sum(_read_bytes(op, tier, self.expert_reads) for op in ops)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RivalRun:
-    """Seconds of the decode step of the rival `name`; None is a time that was not measured.
-
-    `step_s` is with `ratio` of its weight bytes in host memory, `best_s` with everything in HBM.
-    """
-
-    name: Rival
-    ratio: float | None
-    step_s: float | None
-    best_s: float | None
-
-    def figures(self, time: float, weight_bytes: int) -> dict[str, Any]:
-        """Those of a row whose step takes `time` seconds for a model of `weight_bytes`."""
-        step_s, best_s = self.step_s, self.best_s
-        return {
-            "rival": self.name,
-            "rival_ratio": self.ratio,
-            "rival_s": step_s,
-            "rival_eb_bytes_per_s": weight_bytes / step_s if step_s else None,
-            "speedup": step_s / time if step_s else None,
-            "rival_best_s": best_s,
-            "best_speedup": best_s / time if best_s else None,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRow:
-    """A point and its figures; keys carry units, None is a figure that was not measured.
-
-    `transports` are those that the plan chose for remote weights. EB (effective bandwidth) is the
-    model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
-    `limit_s` follows from the ceilings (see `limit_s` below), `bound_s` and `predicted_s` from the
-    profile. `rival_s` is the step of another program with `rival_ratio` of its weight bytes in host
-    memory, `rival_best_s` that with everything in HBM; the speedups are relative to them. `problem`
-    is the reason why nothing was measured.
-    """
-
-    batch_size: int
-    asked_transport: TransportChoice
-    asked_ratio: ModelRatio
-    strategy: Strategy
-    order: Order
-    transports: str | None = None
-    ratio: float | None = None
-    steps: int | None = None
-    step_s: float | None = None
-    spread: float | None = None
-    tokens_per_s: float | None = None
-    eb_bytes_per_s: float | None = None
-    eb_total_bytes_per_s: float | None = None
-    eb_total_over_ceiling: float | None = None
-    limit_s: float | None = None
-    limit_over_time: float | None = None
-    bound_s: float | None = None
-    predicted_s: float | None = None
-    prediction_error: float | None = None
-    ttft_s: float | None = None
-    predicted_ttft_s: float | None = None
-    prefill_s: float | None = None
-    gap_s: float | None = None
-    experts_per_step: float | None = None
-    predicted_experts_per_step: float | None = None
-    local_read_share: float | None = None
-    predicted_local_read_share: float | None = None
-    rival: Rival | None = None
-    rival_ratio: float | None = None
-    rival_s: float | None = None
-    rival_eb_bytes_per_s: float | None = None
-    speedup: float | None = None
-    rival_best_s: float | None = None
-    best_speedup: float | None = None
-    weight_bytes: int | None = None
-    hbm_read_bytes: float | None = None
-    remote_read_bytes: float | None = None
-    gpu_bytes: int | None = None
-    planned_gpu_bytes: int | None = None
-    problem: str | None = None
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """All figures by key."""
-        return dict(vars(self))
-
-    @property
-    def summary(self) -> str:
-        """Decode step, EB and percentage of the limit, for a progress message."""
-        if self.step_s is None or self.eb_bytes_per_s is None:
-            return f"not measured: {self.problem}"
-        return (
-            f"step {format_seconds(self.step_s)}, EB {format_decimal(self.eb_bytes_per_s, 'B/s')}, "
-            f"{self.limit_over_time:.1%} of the limit"
-        )
 
 
 def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
@@ -212,70 +129,71 @@ def _link_s(plan: Plan, tier: int, links: Links, reads: Reads) -> float:
     return seconds
 
 
-def failed_row(point: ModelCase, problem: str) -> ModelRow:
-    """The row of a point that could not run."""
-    return ModelRow(
-        batch_size=point.batch_size,
-        asked_transport=point.transport,
-        asked_ratio=point.ratio,
-        strategy=point.strategy,
-        order=point.order,
-        problem=problem,
-    )
+def row_of(point: ModelCase, **figures: Any) -> dict[str, Any]:
+    """The row of a point: what was asked for, and those of FIGURES that are known, by key."""
+    assert figures.keys() <= set(FIGURES)
+    asked = {
+        "batch_size": point.batch_size,
+        "asked_transport": point.transport,
+        "asked_ratio": point.ratio,
+        "strategy": point.strategy,
+        "order": point.order,
+    }
+    return asked | dict.fromkeys(FIGURES) | figures
 
 
-def measured_row(point: ModelCase, run: Run, rival: RivalRun | None = None) -> ModelRow:
-    """The row of a point that ran, and of its rival."""
+def measured_row(point: ModelCase, run: Run) -> dict[str, Any]:
+    """The row of a point that ran; the rival's figures are missing."""
     plan, time = run.plan, statistics.median(run.step_s)
-    tiers = range(len(plan.tiers))
-    weights = sum(run.read_bytes(tier, weights=True) for tier in tiers)
+    tiers, size = range(len(plan.tiers)), point.batch_size
+    read = sum(run.read_bytes(tier, weights=True) for tier in tiers) + run.kv_bytes
     remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
-    on_gpu, experts = run.gpu_bytes is not None, experts_figures(plan)
-    return ModelRow(
-        batch_size=point.batch_size,
-        asked_transport=point.transport,
-        asked_ratio=point.ratio,
-        strategy=point.strategy,
-        order=point.order,
+    experts = experts_figures(plan) or {}
+    last = [max(run.ttft_s[i : i + size]) for i in range(0, len(run.ttft_s), size)]  # of batches
+    return row_of(
+        point,
         transports="+".join(sorted(remote)) or None,
         ratio=plan.ratio,
         steps=len(run.step_s),
         step_s=time,
         spread=spread(run.step_s),
-        tokens_per_s=point.batch_size / time,
+        tokens_per_s=size / time,
         eb_bytes_per_s=plan.weight_bytes / time,
-        eb_total_bytes_per_s=(weights + run.kv_bytes) / time,
-        eb_total_over_ceiling=(weights + run.kv_bytes) / time / run.ceiling_bytes_per_s,
+        eb_total_bytes_per_s=read / time,
+        eb_total_over_ceiling=read / time / run.ceiling_bytes_per_s,
         limit_s=run.limit_s,
         limit_over_time=run.limit_s / time,
         bound_s=plan.bound_s,
         predicted_s=plan.predicted_s,
         prediction_error=plan.predicted_s / time - 1 if plan.profile.comparable else None,
-        ttft_s=statistics.median(_last_of_batches(run.ttft_s, point.batch_size)),
+        ttft_s=statistics.median(last),
         predicted_ttft_s=predict_prefill(plan).predicted_s,
         prefill_s=run.prefill_s,
         gap_s=run.gap_s,
         experts_per_step=run.experts_per_step,
-        predicted_experts_per_step=experts["experts_read_per_step"] if experts else None,
+        predicted_experts_per_step=experts.get("experts_read_per_step"),
         local_read_share=run.local_read_share,
-        predicted_local_read_share=experts["local_read_share"] if experts else None,
-        **(rival.figures(time, plan.weight_bytes) if rival else {}),
+        predicted_local_read_share=experts.get("local_read_share"),
         weight_bytes=plan.weight_bytes,
         hbm_read_bytes=run.read_bytes(0),
         remote_read_bytes=sum(map(run.read_bytes, tiers[1:])),
         gpu_bytes=run.gpu_bytes,
-        planned_gpu_bytes=planned_gpu_bytes(plan) if on_gpu else None,
+        planned_gpu_bytes=planned_gpu_bytes(plan) if run.gpu_bytes is not None else None,
     )
-
-
-def _last_of_batches(ttft_s: Sequence[float], batch_size: int) -> list[float]:
-    """TTFT of the slowest request of each batch."""
-    return [max(ttft_s[i : i + batch_size]) for i in range(0, len(ttft_s), batch_size)]
 
 
 def planned_gpu_bytes(plan: Plan) -> int:
     """Bytes of GPU memory that the plan allocates, without the CUDA context."""
     return sum(nbytes for name, nbytes in plan.memory(0).items() if name != "context")
+
+
+def summary(row: Row) -> str:
+    """Decode step, EB and percentage of the limit, for a progress message."""
+    if row["step_s"] is None:
+        return f"not measured: {row['problem']}"
+    eb = format_decimal(row["eb_bytes_per_s"], "B/s")
+    limit = f"{row['limit_over_time']:.1%} of the limit"
+    return f"step {format_seconds(row['step_s'])}, EB {eb}, {limit}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -284,13 +202,18 @@ def _milliseconds(seconds: float) -> str:
     return f"{ms:,.{3 if ms < 100 else 2 if ms < 1000 else 1 if ms < 10_000 else 0}f}"
 
 
-def _rounded(value: float) -> str:
-    """One digit after the point, or none where there are five ahead of it."""
+def _rounded(value: float, scale: float = 1.0) -> str:
+    """`value` over `scale`: one digit after the point, or none with five ahead of it."""
+    value /= scale
     return f"{value:,.{1 if value < 10_000 else 0}f}"
 
 
-def _gigabytes(rate: float) -> str:
-    return _rounded(rate / 1e9)
+_gigabytes = partial(_rounded, scale=1e9)
+_share, _signed, _factor = "{:.1%}".format, "{:+.1%}".format, "{:.2f}".format
+
+
+def _gibibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
 
 
 def _transports(names: str) -> str:
@@ -298,12 +221,23 @@ def _transports(names: str) -> str:
     return "both" if "+" in names else names
 
 
-def _gibibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f}"
+def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
+    """The columns of a table; strategy, experts and rival only if the sweep has them."""
+    several = {"strategy": len(sweep.strategies) > 1, "order": len(sweep.orders) > 1}
+    several |= dict.fromkeys(EXPERTS, sweep.config.mixture is not None)
+    several |= dict.fromkeys(RIVAL, sweep.rival is not None)
+    several |= dict.fromkeys(RIVAL[3:], sweep.rival not in (None, "transformers"))
+    return tuple(column for column in COLUMNS if several.get(column.key, True))
 
 
-_COLUMNS = (
+EXPERTS = ("experts_per_step", "predicted_experts_per_step", "local_read_share",
+           "predicted_local_read_share")  # fmt: skip
+RIVAL = ("rival", "rival_s", "speedup", "rival_ratio", "rival_eb_bytes_per_s", "rival_best_s",
+         "best_speedup")  # fmt: skip
+COLUMNS = (
     Column("batch_size", "batch"),
+    Column("order", "experts by"),
+    Column("strategy", "strategy"),
     Column("asked_transport", "transport asked", rank=11),
     Column("transports", "remote read", _transports, rank=1),
     Column("ratio", "remote bytes", "{:.2%}".format),
@@ -311,46 +245,25 @@ _COLUMNS = (
     Column("tokens_per_s", "tokens/s", _rounded),
     Column("eb_bytes_per_s", "EB GB/s", _gigabytes),
     Column("eb_total_bytes_per_s", "EB total GB/s", _gigabytes, rank=6),
-    Column("eb_total_over_ceiling", "share of bandwidth", "{:.1%}".format, rank=10),
+    Column("eb_total_over_ceiling", "share of bandwidth", _share, rank=10),
     Column("limit_s", "limit ms", _milliseconds, rank=5),
-    Column("limit_over_time", "share of limit", "{:.1%}".format),
+    Column("limit_over_time", "share of limit", _share),
     Column("predicted_s", "predicted ms", _milliseconds, rank=4),
-    Column("prediction_error", "prediction error", "{:+.1%}".format),
+    Column("prediction_error", "prediction error", _signed),
     Column("ttft_s", "TTFT ms", _milliseconds, rank=3),
     Column("predicted_ttft_s", "predicted TTFT ms", _milliseconds, rank=7),
     Column("gap_s", "gap us", microseconds, rank=12),
     Column("gpu_bytes", "GPU GiB", _gibibytes, rank=8),
     Column("planned_gpu_bytes", "planned GPU GiB", _gibibytes, rank=9),
+    Column("experts_per_step", "experts read", "{:.1f}".format, rank=2),
+    Column("predicted_experts_per_step", "predicted read", "{:.1f}".format, rank=7),
+    Column("local_read_share", "read in HBM", _share, rank=2),
+    Column("predicted_local_read_share", "predicted in HBM", _share, rank=7),
+    Column("rival", "rival", rank=8),
+    Column("rival_s", "rival ms", _milliseconds),
+    Column("speedup", "speedup", _factor, rank=2),
+    Column("rival_ratio", "rival remote", "{:.2%}".format, rank=3),
+    Column("rival_eb_bytes_per_s", "rival EB GB/s", _gigabytes, rank=5),
+    Column("rival_best_s", "rival in HBM ms", _milliseconds, rank=7),
+    Column("best_speedup", "speedup in HBM", _factor, rank=6),
 )
-
-
-def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
-    """The columns of a table; strategy, experts and rival only if the sweep has them."""
-    columns: tuple[Column, ...] = _COLUMNS
-    if len(sweep.strategies) > 1:
-        columns = (*columns[:1], Column("strategy", "strategy"), *columns[1:])
-    if len(sweep.orders) > 1:
-        columns = (*columns[:1], Column("order", "experts by"), *columns[1:])
-    if sweep.config.mixture:
-        columns += (
-            Column("experts_per_step", "experts read", "{:.1f}".format, rank=2),
-            Column("predicted_experts_per_step", "predicted read", "{:.1f}".format, rank=7),
-            Column("local_read_share", "read in HBM", "{:.1%}".format, rank=2),
-            Column("predicted_local_read_share", "predicted in HBM", "{:.1%}".format, rank=7),
-        )
-    if sweep.rival is None:
-        return columns
-    columns += (
-        Column("rival", "rival", rank=8),
-        Column("rival_s", "rival ms", _milliseconds),
-        Column("speedup", "speedup", "{:.2f}".format, rank=2),
-    )
-    if sweep.rival == "transformers":
-        return columns
-    return (
-        *columns,
-        Column("rival_ratio", "rival remote", "{:.2%}".format, rank=3),
-        Column("rival_eb_bytes_per_s", "rival EB GB/s", _gigabytes, rank=5),
-        Column("rival_best_s", "rival in HBM ms", _milliseconds, rank=7),
-        Column("best_speedup", "speedup in HBM", "{:.2f}".format, rank=6),
-    )

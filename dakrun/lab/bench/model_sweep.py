@@ -4,18 +4,18 @@ Parses the command line's values; needs no GPU and no torch.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dakrun.config import LoadFormat, ModelConfig
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.lab.bench.sweep import BenchDtype, parse_number
+from dakrun.lab.bench.kernel_sweep import BenchDtype, parse_ratio
 from dakrun.models import known_model, model_config
 from dakrun.models.hub import in_format
-from dakrun.models.popularity import UNIFORM, with_popularity
+from dakrun.models.popularity import with_popularity
 from dakrun.plan import Policy, Strategy, parse_remote
 
 AUTO: Literal["auto"] = "auto"
@@ -26,7 +26,7 @@ Rival = Literal["transformers", "prefetch", "on-demand"]
 Order = Literal["use", "number"]  # of experts in memory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelCase:
     """Decode steps of `batch_size` requests with `ratio` of all weight and KV bytes offloaded.
 
@@ -35,8 +35,8 @@ class ModelCase:
     """
 
     batch_size: int
-    ratio: ModelRatio
     transport: TransportChoice
+    ratio: ModelRatio
     strategy: Strategy = "auto"
     order: Order = "use"
 
@@ -45,10 +45,6 @@ class ModelCase:
         strategy = "" if self.strategy == "auto" else f", {self.strategy}"
         order = "" if self.order == "use" else f", experts by {self.order}"
         return f"batch {self.batch_size}, {ratio} remote, {self.transport}{strategy}{order}"
-
-    def popularity(self, known: str) -> str:
-        """The popularity by which the point's experts are placed, of one that is `known`."""
-        return known if self.order == "use" else UNIFORM
 
     def policy(self, common: Policy) -> Policy:
         """The policy of the point's plan; `common` has the fields that all points share."""
@@ -97,13 +93,9 @@ class ModelSweep:
 
     def points(self) -> Iterator[ModelCase]:
         """The points by batch size, transport, ratio, strategy and order of experts."""
-        for batch_size, transport, ratio, strategy, order in itertools.product(
+        return itertools.starmap(ModelCase, itertools.product(
             self.batch_sizes, self.transports, self.ratios, self.strategies, self.orders
-        ):
-            yield ModelCase(
-                batch_size=batch_size, ratio=ratio, transport=transport, strategy=strategy,
-                order=order,
-            )  # fmt: skip
+        ))  # fmt: skip
 
     def remote_tiers(self, profile: HardwareProfile) -> list[RemoteTier]:
         """The remote tiers in `profile`; an empty list if every ratio is 0.
@@ -115,73 +107,42 @@ class ModelSweep:
 
 
 def model_sweep(
-    *,
-    model: str | None,
-    load_format: LoadFormat,
-    format: str,
-    batch_sizes: Sequence[int],
-    ratios: Iterable[str],
-    transports: Sequence[TransportChoice],
-    strategies: Sequence[Strategy],
-    remote: str,
-    dtype: BenchDtype,
-    prompt_len: int,
-    new_tokens: int,
-    rival: Rival | None,
-    popularity: str,
-    orders: Sequence[Order],
-    hbm_budget: int | None,
-    host_budget: int | None,
-    peer_budget: int | None,
-) -> ModelSweep:
-    """The sweep of the command line's options; UsageError if one is malformed."""
+    *, model: str | None, dtype: BenchDtype, ratios: Iterable[str], remote: str,
+    hbm_budget: int | None, host_budget: int | None, peer_budget: int | None, **options: Any,
+) -> ModelSweep:  # fmt: skip
+    """The sweep of the command line's options; UsageError if one is malformed.
+
+    Those of `options` are fields of ModelSweep; what is asked for twice is measured once.
+    """
     if model is None:
         raise UsageError(
             "bench needs a kernel or a model",
             hint="add --kernel gemm, --kernel attention or --model DIR",
         )
     is_path = Path(model).expanduser().exists()
-    if load_format == "auto" and not is_path and known_model(model) is not None:
+    if options["load_format"] == "auto" and not is_path and known_model(model) is not None:
         raise UsageError(
             f"{model!r} names an architecture, not a checkpoint",
             hint="add --load-format dummy for random weights, or name a folder or a hub id",
         )
-    config = in_format(model_config(model).with_dtype(dtype), format)
-    if set(orders) != {"use"} and config.mixture is None:
-        raise UsageError(
-            f"--expert-order is for mixtures of experts; {config.name} has none",
-            hint="leave it out",
-        )
-    if rival == "on-demand" and config.mixture is None:
-        raise UsageError(
-            f"--rival on-demand is for mixtures of experts; {config.name} has none",
-            hint="use --rival prefetch",
-        )
-    if popularity != AUTO:
-        with_popularity(config, popularity)  # raises if it is not of this model
-    return ModelSweep(
-        name=model,
-        config=config,
-        load_format=load_format,
-        format=format,
-        policy=Policy(
-            hbm_budget=hbm_budget,
-            host_budget=host_budget,
-            peer_budget=peer_budget,
-            remote=parse_remote(remote),
-        ),
-        rival=rival,
-        batch_sizes=tuple(dict.fromkeys(batch_sizes)),
-        ratios=tuple(dict.fromkeys(map(parse_model_ratio, ratios))),
-        transports=tuple(dict.fromkeys(transports)),
-        strategies=tuple(dict.fromkeys(strategies)),
-        popularity=popularity,
-        orders=tuple(dict.fromkeys(orders)),
-        prompt_len=prompt_len,
-        new_tokens=new_tokens,
+    config = in_format(model_config(model).with_dtype(dtype), options["format"])
+    for flag, asked, hint in (
+        ("--expert-order", set(options["orders"]) != {"use"}, "leave it out"),
+        ("--rival on-demand", options["rival"] == "on-demand", "use --rival prefetch"),
+    ):
+        if asked and config.mixture is None:
+            raise UsageError(
+                f"{flag} is for mixtures of experts; {config.name} has none", hint=hint
+            )
+    if options["popularity"] != AUTO:
+        with_popularity(config, options["popularity"])  # raises if it is not of this model
+    many: dict[str, Any] = {name: tuple(dict.fromkeys(options.pop(name)))
+            for name in ("batch_sizes", "transports", "strategies", "orders")}  # fmt: skip
+    policy = Policy(
+        hbm_budget=hbm_budget,
+        host_budget=host_budget,
+        peer_budget=peer_budget,
+        remote=parse_remote(remote),
     )
-
-
-def parse_model_ratio(text: str) -> ModelRatio:
-    """The offload ratio "0.1", or "auto"; UsageError for anything else."""
-    return AUTO if text == AUTO else parse_number(text, AUTO)
+    found = tuple(dict.fromkeys(parse_ratio(text, AUTO) for text in ratios))
+    return ModelSweep(name=model, config=config, policy=policy, ratios=found, **many, **options)

@@ -1,56 +1,42 @@
-"""From the options of `dakrun bench` to records: gemm.py and attention.py measure kernels.
+"""From the options of `dakrun bench` to records: kernel.py measures kernels, model.py models.
 
-model.py measures models. torch is imported when measuring starts.
+torch is imported when measuring starts.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from dakrun.hardware import HardwareProfile
-from dakrun.lab.bench.attention_sweep import AttentionSweep, attention_sweep
-from dakrun.lab.bench.gemm_sweep import GemmSweep, gemm_sweep
+from dakrun.lab.bench.kernel_sweep import KernelSweep, attention_sweep, gemm_sweep
 from dakrun.lab.bench.model_sweep import ModelSweep, model_sweep
-from dakrun.lab.bench.output import Record
+from dakrun.lab.output import Record
 
-AnySweep = GemmSweep | AttentionSweep | ModelSweep
+AnySweep = KernelSweep | ModelSweep
 
-_SWEEPS: dict[str, Callable[..., AnySweep]] = {
+# By the subject that the command line names. Raise UsageError if an option is malformed.
+SWEEPS: dict[str, Callable[..., AnySweep]] = {
     "gemm": gemm_sweep,
     "attention": attention_sweep,
     "model": model_sweep,
 }
 
 
-def parse_sweep(subject: str, options: dict[str, Any]) -> AnySweep:
-    """The sweep of "gemm", "attention" or "model" that the command line's options describe.
-
-    Raises UsageError if one is malformed.
-    """
-    return _SWEEPS[subject](**options)
-
-
 def check_device(sweep: AnySweep) -> None:
     """Raise CannotRun if the sweep needs a GPU and there is none."""
-    if isinstance(sweep, ModelSweep) and sweep.rival is None:
-        return
-    from dakrun.lab.bench.tiers import check_gpu
+    if isinstance(sweep, KernelSweep) or sweep.rival is not None:
+        from dakrun.lab.memory import check_gpu
 
-    check_gpu()
+        check_gpu()
 
 
 def measure(
     sweep: AnySweep, profile: HardwareProfile, *, command: str, progress: Callable[[str], None]
 ) -> Iterator[Record]:
     """A record of all rows so far: once for a kernel, after each point of a model."""
-    if isinstance(sweep, ModelSweep):
+    if isinstance(sweep, KernelSweep):
+        from dakrun.lab.bench.kernel import measure_kernel
+
+        yield measure_kernel(sweep, profile, command=command, progress=progress)
+    else:
         from dakrun.lab.bench.model import measure_model
 
         yield from measure_model(sweep, profile, command=command, progress=progress)
-    elif isinstance(sweep, GemmSweep):
-        from dakrun.lab.bench.gemm import measure_gemm
-
-        yield measure_gemm(sweep, profile, command=command, progress=progress)
-    else:
-        from dakrun.lab.bench.attention import measure_attention
-
-        yield measure_attention(sweep, profile, command=command, progress=progress)

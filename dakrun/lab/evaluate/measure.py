@@ -16,8 +16,7 @@ import torch
 from dakrun.engine import gpu_errors
 from dakrun.errors import DakrunError, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL
-from dakrun.lab.bench.ceilings import FULL, Ceilings
-from dakrun.lab.bench.tiers import measure_ceilings
+from dakrun.lab.ceilings import FULL, Ceilings
 from dakrun.lab.evaluate.cases import remote_names
 from dakrun.lab.evaluate.on_cpu import op_on_cpu
 from dakrun.lab.evaluate.points import (
@@ -34,6 +33,7 @@ from dakrun.lab.evaluate.rivals import rival
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.evaluate.steps import Steps
 from dakrun.lab.evaluate.tiny import NAME, write_tiny
+from dakrun.lab.memory import measure_ceilings
 
 
 class Measurer:
@@ -110,10 +110,8 @@ class Measurer:
         if self._kernels is None:
             return op_on_cpu(point, self.scope)
         match point:
-            case ProductPoint():
-                return self._kernels.product(point)
-            case AttentionPoint():
-                return self._kernels.attention(point)
+            case ProductPoint() | AttentionPoint():
+                return self._kernels.op(point)
             case ReadPoint():
                 return self._kernels.read(point)
         raise TypeError(f"no measurement for {point.kind}")

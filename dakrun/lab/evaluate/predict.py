@@ -7,10 +7,9 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun, DakrunError
 from dakrun.hardware import LOCAL
 from dakrun.lab.evaluate.cases import (
-    attention_case,
+    case_of,
     foreseen,
     link_reads,
-    product_case,
     remote_names,
 )
 from dakrun.lab.evaluate.points import (
@@ -157,10 +156,10 @@ def _prefetch(point: StepPoint, scope: Scope) -> Result:
 def _product(point: ProductPoint, scope: Scope) -> Result:
     if set(point.without) - {"multicast"}:
         return failed(NOT_MODELLED)
-    case = product_case(scope, point)
+    case = case_of(scope, point)
     local, remote = case.tier_bytes
     seconds = foreseen(scope, point, case).seconds
-    crossing = remote * link_reads(scope, point, case).times
+    crossing = remote * link_reads(scope, point, case)[1]
     if remote:
         (name,) = remote_names(scope, point.remote)
         seconds = max(seconds, crossing / scope.profile.tier(name).direct_bytes_per_s)
@@ -179,7 +178,7 @@ def _product(point: ProductPoint, scope: Scope) -> Result:
 def _attention(point: AttentionPoint, scope: Scope) -> Result:
     if point.without:
         return failed(NOT_MODELLED)
-    case = attention_case(scope, point)
+    case = case_of(scope, point)
     seconds = foreseen(scope, point, case).seconds
     return Result(
         source="predicted",

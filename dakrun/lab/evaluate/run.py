@@ -14,8 +14,7 @@ from typing import Any
 import dakrun
 from dakrun.errors import GpuFailed
 from dakrun.hardware import LOCAL, cpu_name, why_no_kernels
-from dakrun.lab.bench.ceilings import Ceilings
-from dakrun.lab.bench.output import commit
+from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate.charts import Entry
 from dakrun.lab.evaluate.figures import Figure
 from dakrun.lab.evaluate.page import page
@@ -24,6 +23,7 @@ from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.evaluate.store import Store, read_run, write_csv, write_run, write_text
 from dakrun.lab.evaluate.tables import tables
+from dakrun.lab.output import commit
 
 COPIED = " by the copy engine"  # behind a tier's name in run.json
 Progress = Callable[[int, int, str], None]  # points done, points in all, the next one's name
@@ -97,7 +97,7 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
     else:
         import torch
 
-        from dakrun.lab.probe.machine import driver, visible_gpus
+        from dakrun.doctor.machine import driver, visible_gpus
 
         machine, versions["torch"] = cpu_name(), torch.__version__
         if scope.profile.device == "cuda":

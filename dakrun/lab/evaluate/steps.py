@@ -1,21 +1,19 @@
 """Decode steps and whole files of dakrun's own models, measured through dakrun.LLM."""
 
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
-from dakrun.config import SamplingParams
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
 from dakrun.kernels.runtime import card_of, held_to
-from dakrun.lab.bench.ceilings import Ceilings
-from dakrun.lab.bench.model import ModelBench
+from dakrun.lab.bench.model import ModelBench, finish, requests
 from dakrun.lab.bench.model_rows import measured_row
 from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
+from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate.cases import ablated, remote_names
 from dakrun.lab.evaluate.on_cpu import NO_TECHNIQUE
 from dakrun.lab.evaluate.points import FilePoint, Result, StepPoint
@@ -23,7 +21,6 @@ from dakrun.lab.evaluate.predict import lengths, of_file, too_large
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.llm import LLM
 from dakrun.plan import ExpectedRun, Policy
-from dakrun.requests import Request, RowError, RowLengths
 
 WARM_UP_TOKENS = 4
 
@@ -73,18 +70,17 @@ class Steps:
         with self._card(point.without):
             run = bench.run(asked)
         row = measured_row(asked, run)
-        remote = row.remote_read_bytes or 0.0
         return Result(
             source="measured",
-            seconds=row.step_s,
-            predicted_s=None if point.without else row.predicted_s,
-            limit_s=row.limit_s,
-            ratio=row.ratio,
+            seconds=row["step_s"],
+            predicted_s=None if point.without else row["predicted_s"],
+            limit_s=row["limit_s"],
+            ratio=row["ratio"],
             required_ratio=run.plan.required_ratio,
-            weight_bytes=row.weight_bytes,
-            read_bytes=remote + (row.hbm_read_bytes or 0.0),
-            remote_bytes=remote,
-            tokens_per_s=row.tokens_per_s,
+            weight_bytes=row["weight_bytes"],
+            read_bytes=row["remote_read_bytes"] + row["hbm_read_bytes"],
+            remote_bytes=row["remote_read_bytes"],
+            tokens_per_s=row["tokens_per_s"],
         )
 
     def _card(self, without: Sequence[str]) -> AbstractContextManager[None]:
@@ -117,9 +113,9 @@ class Steps:
             load_format="dummy",
         ) as llm:
             short = [row._replace(new=min(row.new, WARM_UP_TOKENS)) for row in rows]
-            _finish(llm, requests(short, config.vocab_size))
+            finish(llm, requests(short, config.vocab_size))
             start = time.perf_counter()
-            tokens = _finish(llm, requests(rows, config.vocab_size))
+            tokens = finish(llm, requests(rows, config.vocab_size))
             seconds = time.perf_counter() - start
             return replace(
                 of_file(llm.plan, rows),
@@ -127,25 +123,3 @@ class Steps:
                 seconds=seconds,
                 tokens_per_s=tokens / seconds,
             )
-
-
-def _finish(llm: LLM, asked: Iterator[Request]) -> int:
-    """Complete all requests; returns their new tokens."""
-    tokens = 0
-    for result in llm.stream(asked):
-        if isinstance(result, RowError):
-            raise CannotRun(result.message, hint="try another model")
-        tokens += len(result.token_ids)
-    return tokens
-
-
-def requests(rows: Sequence[RowLengths], vocabulary: int) -> Iterator[Request]:
-    """Requests of random token ids with a fixed seed; end-of-sequence is ignored."""
-    draw = random.Random(0)
-    for number, row in enumerate(rows):
-        yield Request(
-            id=str(number),
-            line=number + 1,
-            prompt_ids=tuple(draw.choices(range(vocabulary), k=row.prompt)),
-            params=SamplingParams(max_tokens=row.new, ignore_eos=True),
-        )

@@ -12,9 +12,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from dakrun.lab.bench.output import commit
 from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.points import Point, Result
+from dakrun.lab.output import commit
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))
 

@@ -1,7 +1,7 @@
 """`dakrun profile`: measures this machine for the planner.
 
 run.py goes from options to a saved profile. gpu.py measures a GPU with the sweeps of sweeps.py and
-the costs of gemm_costs.py and attention_costs.py, which congestion.py fits; cpu.py and
-cpu_costs.py measure a CPU. table.py and plot.py show a profile. machine.py has checks of the
-hardware. Importing this folder imports no torch.
+the costs of gemm_costs.py and attention_costs.py, which congestion.py fits, as thoroughly as
+effort.py says; cpu.py measures a CPU. table.py and plot.py show a profile. Importing this folder
+imports no torch.
 """

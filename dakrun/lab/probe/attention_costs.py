@@ -20,7 +20,7 @@ from dakrun.kernels.attention import (
     attention_config,
     splitk_flash_attn,
 )
-from dakrun.lab.probe.chain import Launch, launch_seconds, seconds_round_robin
+from dakrun.lab.chain import Launch, launch_seconds, seconds_round_robin
 from dakrun.lab.probe.gemm_costs import (
     ACCESS,
     COLUMNS,

@@ -16,9 +16,9 @@ from dakrun.hardware import LOCAL, Sweep
 from dakrun.kernels import normalize
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.splitk import splitk_gemm
-from dakrun.lab.probe.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
-from dakrun.lab.probe.measurement import spread
-from dakrun.lab.probe.sweeps import Bench, Buffer, rounded
+from dakrun.lab.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
+from dakrun.lab.probe.sweeps import Bench, rounded
+from dakrun.lab.samples import spread
 from dakrun.launches import TierAccess, few_rows, gemm_config, split_row_blocks
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
@@ -127,7 +127,7 @@ def norm_sweep(bench: Bench) -> Sweep:
     return rounded(COLUMNS, rows)
 
 
-def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
+def staged_seconds(bench: Bench, remote: torch.Tensor) -> list[float]:
     """Seconds that staging adds to each product of a chain whose copies take less than a product.
 
     A product of a staged weight launches without PDL, after its copy has ended.
@@ -140,7 +140,7 @@ def staged_seconds(bench: Bench, remote: Buffer) -> list[float]:
     x = random(memory, STAGED_ROWS, WEIGHT_COLS)
     out = x.new_empty(STAGED_ROWS, WEIGHT_ROW_BLOCKS * ROWS_PER_BLOCK)
     whole = pieces(memory, WEIGHT_ROW_BLOCKS * row_block)[:MAX_STAGED_OPS]
-    remote_parts = pieces(remote.tensor, STAGED_ROW_BLOCKS * row_block)
+    remote_parts = pieces(remote, STAGED_ROW_BLOCKS * row_block)
 
     def matrices(second: Sequence[torch.Tensor]) -> dict[str, TieredMatrix]:
         first_bytes = (WEIGHT_ROW_BLOCKS - STAGED_ROW_BLOCKS) * row_block
@@ -236,7 +236,7 @@ def normed_product(
 
 def random_memory(bench: Bench) -> torch.Tensor:
     """The first CHAIN_BYTES of the HBM buffer, filled with normal values: uint8 [bytes]."""
-    memory = bench.hbm.tensor[:CHAIN_BYTES]
+    memory = bench.hbm[:CHAIN_BYTES]
     block = random(memory, 2**25)
     for part in memory.view(DTYPE).split(len(block)):
         part.copy_(block[: len(part)])

@@ -5,69 +5,26 @@ The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; run.py saves 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from dakrun.config import Dtype
+from dakrun.doctor.machine import gpu_facts
 from dakrun.errors import CannotRun
 from dakrun.formats import PACKED16
 from dakrun.geometry import SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
-from dakrun.kernels import Variant, variants
-from dakrun.kernels.runtime import (
-    architecture,
-    card_of,
-    compiling,
-    gpu_name,
-    has_kernels,
-    held_card,
-)
+from dakrun.kernels import Variant, runtime, variants
+from dakrun.kernels.runtime import compiling, held_card
+from dakrun.lab.ceilings import KIB, fitting, ring_for
+from dakrun.lab.memory import fill_bytes, reader
+from dakrun.lab.probe import congestion, gemm_costs, sweeps
 from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
-from dakrun.lab.probe.congestion import (
-    TierReading,
-    arithmetic_rates,
-    choose_window,
-    grouped,
-    op_costs,
-    widened,
-)
-from dakrun.lab.probe.gemm_costs import (
-    DTYPE,
-    QUANTIZED_FORMATS,
-    linear_sweep,
-    many_rows_sweep,
-    norm_sweep,
-    product_rates,
-    staged_seconds,
-)
-from dakrun.lab.probe.machine import gpu_facts
-from dakrun.lab.probe.measurement import (
-    KIB,
-    Effort,
-    Log,
-    Measurement,
-    buffer_sizes,
-    fitting,
-    provenance,
-    ring_for,
-    spread,
-)
-from dakrun.lab.probe.sweeps import (
-    Bench,
-    Buffer,
-    amplification_sweep,
-    chain_sweep,
-    congestion_sweep,
-    copy_rates,
-    direct_sweep,
-    empty_launch_seconds,
-    hbm_sweep,
-    l2_sweep,
-    matmul_rates,
-    multicast_sweep,
-    rounded,
-    staging_rates,
-)
+from dakrun.lab.probe.effort import Effort, buffer_sizes
+from dakrun.lab.probe.gemm_costs import DTYPE, QUANTIZED_FORMATS
+from dakrun.lab.probe.sweeps import Bench
+from dakrun.lab.samples import Log, Measurement, provenance, spread
 from dakrun.launches import few_rows
 from dakrun.memory.limits import available_host_memory
 from dakrun.memory.tiers import allocate_tiers
@@ -89,7 +46,7 @@ def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measu
 
 def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
     device = torch.device("cuda", torch.cuda.current_device())
-    if not has_kernels(device):
+    if not runtime.has_kernels(device):
         raise CannotRun(
             f"{torch.cuda.get_device_name(device)} does not run the kernels that measure it",
             hint="name a profile with --profile; dakrun doctor says what the kernels need",
@@ -98,15 +55,14 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
-    card, arch = card_of(device), architecture(device.index)
+    card, arch = runtime.card_of(device), runtime.architecture(device.index)
     needed = measured_variants(effort, card)
     with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
         buffers = {
-            tier: Buffer(memories.allocate((memories.capacity,), torch.uint8))
+            tier: memories.allocate((memories.capacity,), torch.uint8)
             for tier, memories in tiers.items()
         }
-        for buffer in buffers.values():
-            _fill(buffer.tensor)
+        fill_bytes(buffers)
         probe = GpuProbe(Bench(card, buffers.pop(LOCAL), effort))
         probe.launches()
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
@@ -118,10 +74,12 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         together = probe.peers_together(buffers)
         costs = probe.kernels(compute["float16"])
         staged = probe.log.measure(
-            "cost of staging an op", "s", lambda: staged_seconds(probe.bench, buffers["host"])
+            "cost of staging an op",
+            "s",
+            lambda: gemm_costs.staged_seconds(probe.bench, buffers["host"]),
         )
         buffers.clear()
-    remote, groups = grouped(remote, together)
+    remote, groups = congestion.grouped(remote, together)
     measurements = tuple(probe.log.measurements)
     arithmetic = "cuBLAS for float32 only, as it is not held," if held_card() else "cuBLAS"
     return HardwareProfile(
@@ -133,19 +91,13 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
             measurements,
         ),
         device="cuda",
-        device_name=gpu_name(device),
+        device_name=runtime.gpu_name(device),
         sms=card.sms,
         clusters=card.clusters,
         hbm_capacity_bytes=total,
         hbm_bytes_per_s=probe.hbm_rate,
         context_bytes=total - free,
-        linear=costs["linear"],
-        attention=costs["attention"],
-        many_rows=costs["many_rows"],
-        four_bits=costs["four_bits"],
-        eight_bits=costs["eight_bits"],
-        norm=costs["norm"],
-        sampling=costs["sampling"],
+        **costs,
         staged_seconds=staged,
         remote=tuple(remote),
         compute=compute,
@@ -159,38 +111,39 @@ class GpuProbe:
     """Measures one GPU; figures go to `log`, sweeps to `sweeps`."""
 
     def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.log = Log()
-        hbm = hbm_sweep(bench)
+        self.bench, self.log = bench, Log()
+        hbm = sweeps.hbm_sweep(bench)
         self.sweeps: dict[str, Sweep] = {"hbm": hbm}
         if bench.effort.l2_bytes:
-            self.sweeps["l2"] = l2_sweep(bench)
-        _, chunk, stages, *_ = max(
-            (row for row in hbm.rows if row[0] == bench.sms),
-            key=lambda row: row[hbm.columns.index("bytes_per_s")],
-        )
+            self.sweeps["l2"] = sweeps.l2_sweep(bench)
+        every = (row for row in hbm.rows if row[0] == bench.sms)
+        _, chunk, stages, *_ = max(every, key=lambda row: row[hbm.columns.index("bytes_per_s")])
         self.ring = (int(chunk), int(stages))
         self.hbm_rate = self.log.measure(
-            "HBM read", "B/s", lambda: bench.alone(bench.hbm.reader(bench.sms, self.ring))
+            "HBM read", "B/s", lambda: bench.alone(reader(bench.hbm, bench.sms, self.ring))
         )
 
-    def remote_tier(self, tier: str, buffer: Buffer, capacity: int) -> RemoteTier:
+    def remote_tier(self, tier: str, buffer: torch.Tensor, capacity: int) -> RemoteTier:
         """Measure a remote tier of `capacity` bytes and choose its congestion window."""
         bench, log = self.bench, self.log
-        direct = self.sweeps[f"{tier} direct"] = direct_sweep(bench, buffer)
+        direct = self.sweeps[f"{tier} direct"] = sweeps.direct_sweep(bench, buffer)
         sms, chunk, stages, *_ = max(
             direct.rows, key=lambda row: row[direct.columns.index("bytes_per_s")]
         )
-        best = buffer.reader(int(sms), (int(chunk), int(stages)))
+        best = reader(buffer, int(sms), (int(chunk), int(stages)))
         link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
-        grid = self.sweeps[f"{tier} congestion"] = congestion_sweep(bench, buffer, self.ring)
-        points = [TierReading(int(n), int(size), far, near) for n, size, far, near, _ in grid.rows]
-        chosen = widened(points, choose_window(points, link_rate, self.hbm_rate))
+        grid = self.sweeps[f"{tier} congestion"] = sweeps.congestion_sweep(bench, buffer, self.ring)
+        points = [
+            congestion.TierReading(int(n), int(size), far, near)
+            for n, size, far, near, _ in grid.rows
+        ]
+        chosen = congestion.choose_window(points, link_rate, self.hbm_rate)
+        chosen = congestion.widened(points, chosen)
         ring = ring_for(chosen.in_flight // chosen.sms, bench.card)
         assert ring is not None
         readers = (
-            buffer.reader(chosen.sms, ring),
-            bench.hbm.reader(bench.sms - chosen.sms, self.ring),
+            reader(buffer, chosen.sms, ring),
+            reader(bench.hbm, bench.sms - chosen.sms, self.ring),
         )
         window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
         rate = log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
@@ -205,39 +158,44 @@ class GpuProbe:
             sms=chosen.sms,
         )
 
-    def _sharing(self, tier: str, buffer: Buffer, link_rate: float) -> None:
+    def _sharing(self, tier: str, buffer: torch.Tensor, link_rate: float) -> None:
         """Measure several readers of the same bytes, also with multicast where there is that."""
-        shared = self.sweeps[f"{tier} amplification"] = amplification_sweep(self.bench, buffer)
-        found = [(shared, "8 readers of each chunk")]
+        found = {"amplification": "8 readers of each chunk"}
+        shared = sweeps.amplification_sweep(self.bench, buffer)
+        self.sweeps[f"{tier} amplification"] = shared
         if self.bench.card.clusters:
-            cast = self.sweeps[f"{tier} multicast"] = multicast_sweep(self.bench, buffer, link_rate)
-            found.append((cast, "multicast to 8"))
-        for sweep, name in found:
+            cast = sweeps.multicast_sweep(self.bench, buffer, link_rate)
+            self.sweeps[f"{tier} multicast"] = cast
+            found["multicast"] = "multicast to 8"
+        for kind, name in found.items():
+            sweep = self.sweeps[f"{tier} {kind}"]
             delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
             runs = self.bench.effort.runs
             self.log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], runs)
 
-    def _staged_rate(self, tier: str, buffer: Buffer) -> float:
+    def _staged_rate(self, tier: str, buffer: torch.Tensor) -> float:
         """Bytes/s of staging: copies into HBM while HBM is read. Logs copies both ways as well."""
         bench, log = self.bench, self.log
-        local = bench.hbm.tensor[: buffer.tensor.numel() // 2]
-        remote = buffer.tensor[: local.numel()]
+        local = bench.hbm[: buffer.numel() // 2]
+        remote = buffer[: local.numel()]
         alone = log.measure(
-            f"{tier} to HBM, copy engine", "B/s", lambda: copy_rates(bench, local, remote)
+            f"{tier} to HBM, copy engine", "B/s", lambda: sweeps.copy_rates(bench, local, remote)
         )
-        log.measure(f"HBM to {tier}, copy engine", "B/s", lambda: copy_rates(bench, remote, local))
-        copied, read = staging_rates(bench, local, remote, alone, self.ring)
+        log.measure(
+            f"HBM to {tier}, copy engine", "B/s", lambda: sweeps.copy_rates(bench, remote, local)
+        )
+        copied, read = sweeps.staging_rates(bench, local, remote, alone, self.ring)
         log.add(f"HBM read beside copies from {tier}", "B/s", read)
         return log.add(f"{tier} to HBM, copy engine while HBM is read", "B/s", copied)
 
-    def peers_together(self, buffers: dict[str, Buffer]) -> float | None:
+    def peers_together(self, buffers: dict[str, torch.Tensor]) -> float | None:
         """Bytes/s of all peers at once; None for fewer than two."""
         peers = [buffer for tier, buffer in buffers.items() if tier.startswith("peer")]
         if len(peers) < 2:
             return None
         ctas = self.bench.sms // len(peers)
         (ring,) = fitting([(16 * KIB, 8)], self.bench.card)
-        readers = [peer.reader(min(ctas, 32), ring) for peer in peers]
+        readers = [reader(peer, min(ctas, 32), ring) for peer in peers]
 
         def together() -> list[float]:
             runs = zip(*self.bench.readings(*readers), strict=True)
@@ -247,32 +205,35 @@ class GpuProbe:
 
     def launches(self) -> None:
         """Measure ops that only read, and empty launches."""
-        self.sweeps["chain"] = chain_sweep(self.bench)
+        self.sweeps["chain"] = sweeps.chain_sweep(self.bench)
         for pdl, name in ((False, "launch in a graph"), (True, "launch in a graph, PDL")):
-            self.log.add(name, "s", empty_launch_seconds(self.bench, pdl=pdl))
+            self.log.add(name, "s", sweeps.empty_launch_seconds(self.bench, pdl=pdl))
 
-    def kernels(self, compute: ComputeRate) -> dict[str, OpCosts]:
+    def kernels(self, compute: ComputeRate) -> dict[str, Any]:
         """Costs of the project's kernels by kind; `compute` is the rate of their 16-bit dtype."""
 
         def rate(n: int) -> float:
             """Bytes/s of a weight multiplied with `n` rows: 2 bytes and 2 n FLOP per element."""
             return min(self.hbm_rate, compute.at(n) / n)
 
-        sweeps: dict[str, Callable[[Bench], Sweep]] = {
-            "linear": linear_sweep, "many_rows": many_rows_sweep, "norm": norm_sweep,
-            "attention": attention_sweep, "sampling": sampling_sweep,
-            **{name: partial(linear_sweep, stored=stored)
+        measured: dict[str, Callable[[Bench], Sweep]] = {
+            "linear": gemm_costs.linear_sweep,
+            "many_rows": gemm_costs.many_rows_sweep,
+            "norm": gemm_costs.norm_sweep,
+            "attention": attention_sweep,
+            "sampling": sampling_sweep,
+            **{name: partial(gemm_costs.linear_sweep, stored=stored)
                for name, stored in QUANTIZED_FORMATS.items()},
         }  # fmt: skip
         return {
             kind: self.costs(kind, sweep(self.bench), rate if kind == "many_rows" else None)
-            for kind, sweep in sweeps.items()
+            for kind, sweep in measured.items()
         }
 
     def costs(self, kind: str, sweep: Sweep, rate: Callable[[int], float] | None = None) -> OpCosts:
         """Fit the costs of a `kind` of op to its sweep, with bytes at `rate` or at HBM's rate."""
         self.sweeps[kind] = sweep
-        found = op_costs(sweep, rate or (lambda _: self.hbm_rate))
+        found = congestion.op_costs(sweep, rate or (lambda _: self.hbm_rate))
         runs = self.bench.effort.runs
         spreads = list(zip(sweep.column("n"), sweep.column("spread"), strict=True))
         for n, seconds, efficiency in zip(found.rows, found.seconds, found.efficiency, strict=True):
@@ -290,14 +251,14 @@ class GpuProbe:
         points, rows = [], []
         for n in self.bench.effort.batch_sizes:
             if dtype == "float32" or held_card() is None or self.bench.card.has_wgmma:
-                rates = matmul_rates(self.bench, getattr(torch, dtype), n)
+                rates = sweeps.matmul_rates(self.bench, getattr(torch, dtype), n)
             else:
-                rates = product_rates(self.bench, n)
+                rates = gemm_costs.product_rates(self.bench, n)
             points.append((n, self.log.add(f"matmul {dtype} N={n}", "FLOP/s", rates)))
             rows.append((*points[-1], spread(rates)))
-        self.sweeps[f"matmul {dtype}"] = rounded(("n", "flops_per_s", "spread"), rows)
+        self.sweeps[f"matmul {dtype}"] = sweeps.rounded(("n", "flops_per_s", "spread"), rows)
         peak = max(rate for _, rate in points)
-        return ComputeRate(peak=peak, measured=arithmetic_rates(points))
+        return ComputeRate(peak=peak, measured=congestion.arithmetic_rates(points))
 
 
 def _peers(device: int, nbytes: int) -> list[int]:
@@ -309,13 +270,6 @@ def _peers(device: int, nbytes: int) -> list[int]:
         and torch.cuda.can_device_access_peer(device, gpu)
         and torch.cuda.mem_get_info(gpu)[0] >= nbytes
     ]
-
-
-def _fill(buffer: torch.Tensor) -> None:
-    """Write random bytes; zeros have another bandwidth."""
-    block = torch.randint(0, 256, (2**26,), dtype=torch.uint8, device="cuda")
-    for part in buffer.split(block.numel()):
-        part.copy_(block[: part.numel()])
 
 
 def _capacity(tier: str, host_memory: int) -> int:
@@ -337,5 +291,5 @@ def measured_variants(effort: Effort, card: Card) -> list[Variant]:
 def description(remote: Sequence[RemoteTier]) -> str:
     """The machine in one line."""
     peers = [tier.name for tier in remote if tier.name.startswith("peer")]
-    text = f"{gpu_name()}, host memory over PCIe"
+    text = f"{runtime.gpu_name()}, host memory over PCIe"
     return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")

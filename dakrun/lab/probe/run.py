@@ -3,9 +3,6 @@
 Knows names, files and devices; cpu.py and gpu.py measure. torch is imported when it is needed.
 """
 
-import contextlib
-import datetime
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +16,12 @@ from dakrun.hardware import (
     find_profile,
     kept_profile,
     kept_profiles_dir,
-    profile_text,
+    save_profile,
     shipped_profiles,
 )
 
 if TYPE_CHECKING:
-    from dakrun.lab.probe.measurement import Measurement
+    from dakrun.lab.samples import Measurement
 
 Device = Literal["cuda", "cpu"]
 
@@ -124,25 +121,9 @@ def _measure_once(name: str, device: Device, *, quick: bool) -> Probe:
         from dakrun.lab.probe import cpu
 
         return Probe(*cpu.measure_cpu(name, cpu.QUICK if quick else cpu.FULL))
-    from dakrun.lab.probe import gpu, measurement
+    from dakrun.lab.probe import effort, gpu
 
-    return Probe(*gpu.measure_gpu(name, measurement.QUICK if quick else measurement.FULL))
-
-
-def save(profile: HardwareProfile, path: Path) -> None:
-    """Write `profile` to `path` atomically; the cache folder is made if needed."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.parent == kept_profiles_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(profile_text(profile), encoding="utf-8")
-        partial.replace(path)
-    except OSError as problem:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise UsageError(
-            f"{path}: {problem.strerror}", hint="name a writable file with -o"
-        ) from None
+    return Probe(*gpu.measure_gpu(name, effort.QUICK if quick else effort.FULL))
 
 
 def kept_or_measured(device: Device, progress: Callable[[str], None]) -> HardwareProfile:
@@ -169,44 +150,8 @@ def kept_or_measured(device: Device, progress: Callable[[str], None]) -> Hardwar
         progress(f"not measured: {problem}")
         return shipped
     try:
-        save(profile, path)
+        save_profile(profile, path)
         progress(f"saved as {path}; dakrun profile measures it more thoroughly")
     except UsageError as problem:
         progress(f"not saved: {problem}")
     return profile
-
-
-def spread_warning(profile: HardwareProfile) -> str | None:
-    """A warning for a measured profile whose figures spread, for each use by `--profile auto`."""
-    if not (spread := profile.provenance.spread):
-        return None
-    where = "" if profile.name not in shipped_profiles() else " on another machine"
-    return (
-        f"warning: profile {profile.name}: {spread}{where}; predictions may be off: run dakrun "
-        "profile while nothing else runs here"
-    )
-
-
-def describe_profile(profile: HardwareProfile) -> str:
-    """One line on a profile that `--profile auto` chose: device, source and age."""
-    source = profile.provenance
-    age = _age(source.date)
-    facts = {
-        "measured": f"measured {age}",
-        "spec-sheet": f"not measured, from a data sheet ({age})",
-        "nominal": "not measured, round numbers",
-    }[source.kind]
-    line = f"profile {profile.name} of {profile.device_name}: {facts}"
-    if profile.name not in shipped_profiles():
-        return line
-    elsewhere = " on another machine" if source.kind == "measured" else ""
-    return f"{line}{elsewhere}; dakrun profile measures this machine"
-
-
-def _age(date: str) -> str:
-    """The age of an ISO date in words; any other text unchanged."""
-    try:
-        days = (datetime.date.today() - datetime.date.fromisoformat(date)).days
-    except ValueError:
-        return date
-    return "today" if days <= 0 else f"{days} day{'s' if days > 1 else ''} ago"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dakrun.lab.probe.measurement import steadier
+from dakrun.lab.samples import steadier
 
 MIN_SECONDS = 4e-3  # minimum time of a chain; the graph's own start and end are about 0.1% of it
 LOAD_SECONDS = 0.4  # until the clocks have settled at the power limit

@@ -1,17 +1,17 @@
-"""Sizes and repetitions of a benchmark, and its ceilings: the bandwidths to compare times with.
+"""Ceilings: the bandwidths to compare times with, and the rings that read them.
 
-Pure choices and arithmetic; tiers.py measures.
+Pure choices and arithmetic; memory.py measures.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dakrun.hardware import LOCAL, Card, RemoteTier
-from dakrun.lab.probe.measurement import KIB, Ring, fitting, ring_for
 
-MIB, GIB = 2**20, 2**30
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 MAX_LAUNCHES = 16_384  # launches of a chain, however small the operands
 
+Ring = tuple[int, int]  # chunk in bytes, stages
 HBM_RING: Ring = (16 * KIB, 12)
 MIN_IN_FLIGHT, MAX_IN_FLIGHT = 2 * KIB, 128 * KIB  # bytes per SM for which ring_for has a ring
 
@@ -25,29 +25,21 @@ class Effort:
     operands exceed `chain_bytes` in total, and is replayed `replays` times.
     """
 
-    hbm_bytes: int
-    remote_bytes: int
-    seconds: float
-    readings: int
-    chain_bytes: int
-    min_launches: int
-    replays: int
+    hbm_bytes: int = 4 * GIB
+    remote_bytes: int = GIB
+    seconds: float = 0.02
+    readings: int = 5
+    chain_bytes: int = 2 * GIB
+    min_launches: int = 8
+    replays: int = 7
 
-    def launches(self, operand_bytes: int) -> int:
+    def launches(self, operand_bytes: int, least: int | None = None) -> int:
         """Launches of a chain whose operands have `operand_bytes` each."""
-        wanted = max(self.min_launches, self.chain_bytes // operand_bytes + 1)
+        wanted = max(least or self.min_launches, self.chain_bytes // operand_bytes + 1)
         return min(wanted, MAX_LAUNCHES)
 
 
-FULL = Effort(
-    hbm_bytes=4 * GIB,
-    remote_bytes=GIB,
-    seconds=0.02,
-    readings=5,
-    chain_bytes=2 * GIB,
-    min_launches=8,
-    replays=7,
-)
+FULL = Effort()
 
 
 @dataclass(frozen=True)
@@ -72,9 +64,17 @@ class Ceilings:
         return max(n / rate for n, rate in zip(tier_bytes, rates, strict=True))
 
 
-def hbm_ring(card: Card) -> Ring:
-    """The ring of an SM of `card` that reads HBM."""
-    return fitting([HBM_RING], card)[0]
+def ring_for(per_cta: int, card: Card) -> Ring | None:
+    """A ring with `per_cta` bytes, a power of two, in flight; None if `card` has none."""
+    chunk = min(max(per_cta // 4, KIB), 16 * KIB)
+    stages = per_cta // chunk
+    return (chunk, stages) if 2 <= stages <= 8 and per_cta <= card.lone_ring_bytes else None
+
+
+def fitting(rings: Iterable[Ring], card: Card) -> list[Ring]:
+    """The `rings`, each with as many of its stages as fit on `card`."""
+    room = card.lone_ring_bytes
+    return list(dict.fromkeys((chunk, min(stages, room // chunk)) for chunk, stages in rings))
 
 
 def link_ring(tier: RemoteTier, card: Card) -> Ring:

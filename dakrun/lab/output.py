@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,14 @@ import dakrun
 from dakrun import tables
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, cpu_name
-from dakrun.lab.bench.ceilings import Ceilings
-from dakrun.lab.probe.machine import driver, visible_gpus
+from dakrun.lab.ceilings import Ceilings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
 ABSENT = "-"
+FORMATS = ("csv", "json", "md")
 CHECKOUT = Path(dakrun.__file__).resolve().parent.parent
 
 
@@ -62,27 +62,69 @@ class Record:
             for row in self.rows
         ]
 
+    @property
+    def command(self) -> str:
+        """The command on one line, whatever whitespace its arguments contain."""
+        return " ".join(self.head["command"].split())
+
+    @property
+    def headline(self) -> str:
+        """The header in one line: model, device, date, commit, versions, ceilings and profile."""
+        head = self.head
+        versions = {"driver": head["driver"], "torch": head["torch"], "CUDA": head["cuda"]}
+        versions |= {"dakrun": head["dakrun"], "commit": head["commit"]}
+        ceilings = head["ceilings_bytes_per_s"]
+        rates = [f"{tier} {rate / 1e9:,.1f} GB/s" for tier, rate in ceilings.items()]
+        for tier, rate in head["copied_bytes_per_s"].items():
+            rates.append(f"copy engine from {tier} {rate / 1e9:,.1f} GB/s")
+        turning = f" (turning point {head['turning_point_ratio']:.2%})" * (len(ceilings) > 1)
+        source = "" if head["ceilings_measured"] else " from the profile"
+        facts = [
+            f"{head['device']}, {head['date']}",
+            ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+            head["dtype"],
+            f"ceilings{source}: {', '.join(rates)}{turning}",
+            f"predicted by profile {head['profile']}",
+        ]
+        if "model" in head:
+            weights = ", random weights" if head["load_format"] == "dummy" else ""
+            weights += f" in {head['format']}" if head["format"] != "auto" else ""
+            lengths = f"{head['prompt_tokens']} + {head['new_tokens']} tokens"
+            facts.insert(0, f"{head['model']}, {lengths}{weights}")
+        return "; ".join(facts)
+
 
 def head(
-    subject: Mapping[str, Any],
-    dtype: str,
-    ceilings: Ceilings,
-    profile: HardwareProfile,
+    subject: Mapping[str, Any], dtype: str, ceilings: Ceilings, profile: HardwareProfile,
     command: str,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The header of a record measured now on torch's current GPU, or on this CPU.
 
     The device is the kind that `profile` describes. `subject` names the kernel, or the model and
     its lengths; `command` is the command line.
     """
+    return {
+        **subject,
+        "command": command,
+        **machine_facts(profile),
+        "dtype": dtype,
+        "ceilings_bytes_per_s": dict(ceilings.rates),
+        "ceilings_measured": profile.device == "cuda",
+        "copied_bytes_per_s": dict(ceilings.copied),
+        "turning_point_ratio": ceilings.turning_point,
+        "profile": profile.name,
+    }
+
+
+def machine_facts(profile: HardwareProfile) -> dict[str, Any]:
+    """Commit, date, device and versions of what is measured now, on the kind of `profile`."""
     import torch
 
+    from dakrun.doctor.machine import driver, visible_gpus
     from dakrun.kernels.runtime import gpu_name
 
     on_gpu = profile.device == "cuda"
     return {
-        **subject,
-        "command": command,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "device": gpu_name() if on_gpu else cpu_name(),
@@ -90,12 +132,6 @@ def head(
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "dakrun": dakrun.__version__,
-        "dtype": dtype,
-        "ceilings_bytes_per_s": dict(ceilings.rates),
-        "ceilings_measured": on_gpu,
-        "copied_bytes_per_s": dict(ceilings.copied),
-        "turning_point_ratio": ceilings.turning_point,
-        "profile": profile.name,
     }
 
 
@@ -117,71 +153,37 @@ def commit(checkout: Path = CHECKOUT) -> str | None:
     return run.stdout.strip() or None
 
 
-def headline(record: Record) -> str:
-    """The header in one line: model, device, date, commit, versions, ceilings and profile."""
-    head = record.head
-    versions = {"driver": head["driver"], "torch": head["torch"], "CUDA": head["cuda"]}
-    versions |= {"dakrun": head["dakrun"], "commit": head["commit"]}
-    ceilings = head["ceilings_bytes_per_s"]
-    rates = [f"{tier} {rate / 1e9:,.1f} GB/s" for tier, rate in ceilings.items()]
-    for tier, rate in head["copied_bytes_per_s"].items():
-        rates.append(f"copy engine from {tier} {rate / 1e9:,.1f} GB/s")
-    turning = f" (turning point {head['turning_point_ratio']:.2%})" if len(ceilings) > 1 else ""
-    source = "" if head["ceilings_measured"] else " from the profile"
-    facts = (
-        _model(head),
-        f"{head['device']}, {head['date']}",
-        ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        head["dtype"],
-        f"ceilings{source}: {', '.join(rates)}{turning}",
-        f"predicted by profile {head['profile']}",
-    )
-    return "; ".join(filter(None, facts))
-
-
-def _model(head: Mapping[str, Any]) -> str | None:
-    """The model and its lengths; None for a kernel."""
-    if "model" not in head:
-        return None
-    weights = ", random weights" if head["load_format"] == "dummy" else ""
-    weights += f" in {head['format']}" if head["format"] != "auto" else ""
-    return f"{head['model']}, {head['prompt_tokens']} + {head['new_tokens']} tokens{weights}"
-
-
-def to_csv(record: Record) -> str:
-    """The header as a comment, a line of keys, and a line of values per row."""
+def csv_text(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line of `names`, and a line of values per row; empty where a row lacks a name."""
     out = io.StringIO()
-    out.write(f"# {headline(record)}; {_command(record)}\n")
-    writer = csv.DictWriter(out, fieldnames=list(record.rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(out, fieldnames=names, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(record.rows)
+    writer.writerows(rows)
     return out.getvalue()
 
 
-def to_json(record: Record) -> str:
-    """One JSON object: the header's keys, and the rows as a list."""
-    return json.dumps({"schema": SCHEMA, **record.head, "rows": list(record.rows)}, indent=1) + "\n"
-
-
-def to_markdown(record: Record) -> str:
-    """The header and the command line as a paragraph, and a table."""
-    titles = [column.title for column in record.columns]
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table whose first column is text and all others are numbers."""
     rules = ["---", *["---:"] * (len(titles) - 1)]
-    lines = [f"| {' | '.join(cells)} |" for cells in (titles, rules, *record.texts())]
-    return "\n".join((f"{headline(record)}; `{_command(record)}`", "", *lines, ""))
-
-
-_FORMATS: dict[str, Callable[[Record], str]] = {"csv": to_csv, "json": to_json, "md": to_markdown}
+    lines = ([cell.replace("|", "/").replace("\n", " ") for cell in row] for row in rows)
+    return [f"| {' | '.join(cells)} |" for cells in (titles, rules, *lines)]
 
 
 def as_text(record: Record, format: str) -> str:
-    """The record as "csv", "json" or "md"."""
-    return _FORMATS[format](record)
+    """The record as "csv" (the header in a comment), "json" (one object) or "md"."""
+    if format == "csv":
+        table = csv_text(list(record.rows[0]), record.rows)
+        return f"# {record.headline}; {record.command}\n{table}"
+    if format == "json":
+        whole = {"schema": SCHEMA, **record.head, "rows": list(record.rows)}
+        return json.dumps(whole, indent=1) + "\n"
+    table = "\n".join(markdown([column.title for column in record.columns], record.texts()))
+    return f"{record.headline}; `{record.command}`\n\n{table}\n"
 
 
 def check_output(path: Path) -> None:
     """Raise UsageError, before anything is measured, unless a record can be written to `path`."""
-    if path.suffix.removeprefix(".") not in _FORMATS:
+    if path.suffix.removeprefix(".") not in FORMATS:
         raise UsageError(
             f"{path}: a benchmark is written as .csv, .json or .md",
             hint=f"write -o {path.stem or 'bench'}.csv",
@@ -194,12 +196,23 @@ def check_output(path: Path) -> None:
 
 def write(record: Record, path: Path) -> None:
     """Write `record` to `path` in the format of its suffix."""
-    path.write_text(as_text(record, path.suffix.removeprefix(".")), encoding="utf-8")
+    write_text(path, as_text(record, path.suffix.removeprefix(".")))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def render(record: Record, console: "Console", *, wide: bool = False) -> None:
     """Print the header and a table within the console's width; `wide` has all columns."""
-    for text in (headline(record), _command(record)):
+    for text in (record.headline, record.command):
         lines = textwrap.fill(text, console.width, break_on_hyphens=False)
         console.print(lines, soft_wrap=True, highlight=False, markup=False)
     console.print("")
@@ -208,11 +221,6 @@ def render(record: Record, console: "Console", *, wide: bool = False) -> None:
         for number, c in enumerate(record.columns)
     ]
     tables.print_table(console, columns, record.texts(), wide=wide)
-
-
-def _command(record: Record) -> str:
-    """The command on one line, whatever whitespace its arguments contain."""
-    return " ".join(record.head["command"].split())
 
 
 def microseconds(seconds: float) -> str:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from dakrun.engine import StagingRing
 from dakrun.hardware import LOCAL
+from dakrun.lab.rivals.architecture import decoder_layers, materialise, weight_bytes
 from dakrun.memory.tiers import HOST, Tier, aligned, allocate_tiers
 from dakrun.units import ceil_div
 
@@ -83,12 +84,12 @@ def built(
         materialise(model, model, device)
         model.tie_weights()
         prefetch.ready()
-        yield model, _held_bytes(model, count) / _weight_bytes(model)
+        yield model, _held_bytes(model, count) / weight_bytes(model)
 
 
 def offloaded(model: PreTrainedModel, ratio: float) -> int:
     """The number of layers that hold `ratio` of the weight bytes, or else all of them."""
-    wanted, most = ratio * _weight_bytes(model) * (1 - 1e-9), len(decoder_layers(model))
+    wanted, most = ratio * weight_bytes(model) * (1 - 1e-9), len(decoder_layers(model))
     return next((n for n in range(most) if _held_bytes(model, n) >= wanted), most)
 
 
@@ -112,12 +113,6 @@ def tier_bytes(model: PreTrainedModel, count: int) -> dict[str, int]:
     return {LOCAL: buffers(count) * nbytes, HOST: count * nbytes}
 
 
-def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The layers of transformers' `model`."""
-    layers: torch.nn.ModuleList = model.get_decoder().layers
-    return layers
-
-
 def layer_bytes(model: PreTrainedModel) -> int:
     """Bytes of the largest decoder layer with its parameters one after the other."""
     return max(map(_bytes_of, decoder_layers(model)))
@@ -131,16 +126,3 @@ def _held_bytes(model: PreTrainedModel, count: int) -> int:
 
 def _bytes_of(layer: torch.nn.Module) -> int:
     return sum(aligned(parameter.nbytes) for parameter in layer.parameters())
-
-
-def _weight_bytes(model: PreTrainedModel) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def materialise(module: torch.nn.Module, model: PreTrainedModel, device: torch.device) -> None:
-    """Give what is on the meta device in `module`, a part of `model`, memory and random values."""
-    for part in module.modules():
-        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
-        if any(tensor.is_meta for tensor in own):
-            part.to_empty(device=device, recurse=False)
-            model._init_weights(part)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from dakrun.config import ModelConfig, Popularity
 from dakrun.hardware import LOCAL
 from dakrun.kernels.runtime import CopyStream
-from dakrun.lab.bench.prefetch import decoder_layers, materialise
+from dakrun.lab.rivals.architecture import decoder_layers, materialise, weight_bytes
 from dakrun.memory.tiers import HOST, Tier, aligned, allocate_tiers
 from dakrun.units import ceil_div
 
@@ -147,7 +147,7 @@ def built(
     blocks = [layer.mlp for layer in decoder_layers(model) if hasattr(layer.mlp, "experts")]
     sizes, count = Sizes(config.hidden_size, mixture.ffn_size), mixture.routing.experts
     dtype = next(model.parameters()).dtype
-    nbytes, total = sizes.elements * dtype.itemsize, sum(p.nbytes for p in model.parameters())
+    nbytes, total = sizes.elements * dtype.itemsize, weight_bytes(model)
     held = min(count, ceil_div(round(ratio * total), len(blocks) * nbytes))
     capacities = {
         LOCAL: (len(blocks) * (count - held) + BUFFERS) * aligned(nbytes),
