@@ -298,9 +298,9 @@ def test_a_picture(tmp_path: Path) -> None:
     points = [ModelCase(batch_size=8, ratio=r, transport="direct") for r in (0.0, 0.02, 0.3)]
     rows = [row(point, offload_ratio=point.ratio) for point in points]
     draw(record(*rows, FAILED), path)
-    assert png_width(path) == 1950
+    assert png_width(path) == 2130
     draw(record(rows[0]), path)
-    assert png_width(path) == 1950
+    assert png_width(path) == 2130
 
 
 def png_width(path: Path) -> int:
@@ -399,7 +399,7 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
         assert found["weight_bytes"] == weights - positions
     rows = list(csv.DictReader(io.StringIO(table.read_text().partition("\n")[2])))
     assert [float(r["step_s"]) for r in rows] == [r["step_s"] for r in shown["rows"]]
-    assert png_width(picture) == 1950
+    assert png_width(picture) == 2130
 
 
 def test_plain_torch_on_a_gpu_is_named(

@@ -1,31 +1,19 @@
 """A model's benchmark as a picture: effective bandwidth and decode step over the offload ratio.
 
-Knows a record's keys; matplotlib is imported when drawing starts.
+Knows a record's keys.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dakrun.lab.output import Record
-from dakrun.plan.show.picture import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    caption,
-    new_figure,
-    save,
-)
+from dakrun.lab.panel import Panel, Series
+from dakrun.lab.png import png
 
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
-MARKERS = ("o", "s", "^", "D", "v", "P")
 STEPS = 400  # line segments of an ideal curve
 MARGIN = 1.06  # an ideal curve ends at this multiple of the largest measured ratio
+IDEAL = "ideal: all tiers at full rate"
 
 Row = Mapping[str, Any]
 
@@ -33,35 +21,34 @@ Row = Mapping[str, Any]
 def draw(record: Record, path: Path) -> None:
     """Write a PNG of all measured rows to `path`; UsageError if that fails."""
     head = record.head
-    figure = new_figure(13, 5.6)
-    left, right = figure.subplots(1, 2)
-    figure.subplots_adjust(left=0.065, right=0.985, top=0.87, bottom=0.115, wspace=0.17)
-    figure.suptitle(
-        f"{head['model']}, {head['dtype']}, {head['prompt_tokens']} + {head['new_tokens']} tokens "
-        f"on {head['device']}, {head['date']}",
-        fontsize=12,
-    )
     rows = [row for row in record.rows if row["problem"] is None]
     (_, local), *remote = head["ceilings_bytes_per_s"].items()
     copied = head["copied_bytes_per_s"]
     fastest = [max(rate, copied.get(name, 0.0)) for name, rate in remote]
     rates = [local, sum(fastest)] if remote else [local]
-    panels = (
-        (left, "eb_bytes_per_s", 1e-9, "Effective bandwidth",
-         "EB: weight bytes per step time (GB/s)"),
-        (right, "step_s", 1e3, "Decode step", "decode step (ms)"),
-    )  # fmt: skip
-    for axes, key, factor, title, unit in panels:
-        _draw_ideals(axes, rows, rates, key, factor)
-        for (name, line), colour, marker in zip(
-            lines(rows).items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS)
-        ):
-            ratios, values = zip(*((100 * r["ratio"], factor * r[key]) for r in line), strict=True)
-            axes.plot(ratios, values, marker=marker, color=colour, lw=0.9, ms=6, label=name)
-        axes.set(yscale="log")
-        axes.legend(fontsize=8, framealpha=0.95)
-        caption(axes, title, "weight and KV bytes outside HBM (%)", unit)
-    save(figure, path)
+    last = min(1.0, MARGIN * max(row["ratio"] for row in rows))
+    panels = []
+    for key, factor, title, unit in (
+        ("eb_bytes_per_s", 1e-9, "Effective bandwidth", "EB: weight bytes per step time (GB/s)"),
+        ("step_s", 1e3, "Decode step", "decode step (ms)"),
+    ):
+        series = [
+            Series(name=name, points=[(100 * row["ratio"], factor * row[key]) for row in line])
+            for name, line in lines(rows).items()
+        ]
+        # Batch sizes differ in the KV bytes of a step, and in their ideals.
+        for row in {row["batch_size"]: row for row in rows}.values():
+            nbytes, points = row["hbm_read_bytes"] + row["remote_read_bytes"], []
+            for ratio in (last * step / STEPS for step in range(STEPS + 1)):
+                s = ideal_s(nbytes, ratio, rates)
+                points.append((100 * ratio, factor * (s if key == "step_s" else
+                                                      row["weight_bytes"] / s)))  # fmt: skip
+            series.append(Series(name=IDEAL, points=points, kind="line"))
+        x = "weight and KV bytes outside HBM (%)"
+        panels.append(Panel(title=title, x=x, y=unit, series=series, log_y=True))
+    lengths = f"{head['prompt_tokens']} + {head['new_tokens']} tokens"
+    title = f"{head['model']}, {head['dtype']}, {lengths} on {head['device']}, {head['date']}"
+    png(panels, path, title=title)
 
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -82,20 +69,3 @@ def ideal_s(nbytes: float, ratio: float, rates: Sequence[float]) -> float:
     """
     parts = (1 - ratio, ratio) if len(rates) > 1 else (1.0,)
     return max(nbytes * part / rate for part, rate in zip(parts, rates, strict=True))
-
-
-def _draw_ideals(
-    axes: Any, rows: Sequence[Row], rates: Sequence[float], key: str, factor: float
-) -> None:
-    """Draw the ideal of each batch size; they differ in the KV bytes of a step."""
-    last = min(1.0, MARGIN * max(row["ratio"] for row in rows))
-    by_batch = {row["batch_size"]: row for row in rows}
-    for number, row in enumerate(by_batch.values()):
-        ratios = [last * step / STEPS for step in range(STEPS + 1)]
-        nbytes = row["hbm_read_bytes"] + row["remote_read_bytes"]
-        times = [ideal_s(nbytes, ratio, rates) for ratio in ratios]
-        values = times if key == "step_s" else [row["weight_bytes"] / s for s in times]
-        axes.plot(
-            [100 * ratio for ratio in ratios], [factor * value for value in values], "--",
-            color=GREY, lw=1.0, zorder=1, label=None if number else "ideal: all tiers at full rate",
-        )  # fmt: skip

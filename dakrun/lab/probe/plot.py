@@ -1,7 +1,4 @@
-"""A profile as a picture: its sweeps, if it has any, and its roofline.
-
-matplotlib is imported when drawing starts.
-"""
+"""A profile as a picture: its sweeps, if it has any, and its roofline."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,27 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.hardware import HardwareProfile, Sweep
+from dakrun.lab.panel import Panel, Series
+from dakrun.lab.png import draw as draw_panel
+from dakrun.lab.png import png
 from dakrun.lab.probe.table import Grid, grids, short_bytes
-from dakrun.plan.show.picture import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SAME,
-    SKY,
-    VERMILION,
-    caption,
-    check_target,
-    draw_roofs,
-    new_figure,
-    roofs,
-    save,
-)
+from dakrun.plan.show.picture import SAME, VERMILION, caption, check_target, draw_roofs, roofs
 from dakrun.units import format_decimal
 
-COLUMNS = 2  # panels side by side
-REMOTE_STYLES = ((VERMILION, "D"), (GREEN, "^"), (PURPLE, "v"), (ORANGE, "P"), (SKY, "X"))
 COLOURS_FROM = 0.75  # fraction of the best rate; a heat map's colours start there or lower
 
 
@@ -46,21 +29,9 @@ def draw(profile: HardwareProfile, path: Path) -> None:
     panels.append(partial(_draw_roofline, profile=profile))
     if chains(profile):
         panels.append(partial(_draw_chains, profile=profile))
-
-    rows, columns = math.ceil(len(panels) / COLUMNS), min(len(panels), COLUMNS)
-    figure = new_figure(6.8 * columns + 0.6, 5.0 * rows + 0.6)
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
-    layout = figure.add_gridspec(rows, 2 * columns)
-    for number, panel in enumerate(panels):
-        row, column = divmod(number, COLUMNS)
-        last_alone = number == len(panels) - 1 and column == 0 and columns > 1
-        first = 1 if last_alone else 2 * column
-        panel(figure.add_subplot(layout[row, first : first + 2]))
     source = profile.provenance
-    figure.suptitle(
-        f"{profile.name}\n{profile.device_name} ({source.kind}, {source.date})", fontsize=12
-    )
-    save(figure, path)
+    title = f"{profile.name}\n{profile.device_name} ({source.kind}, {source.date})"
+    png(panels, path, title=title)
 
 
 def curves(profile: HardwareProfile) -> dict[str, list[tuple[float, float]]]:
@@ -109,15 +80,12 @@ def _draw_grid(axes: Any, grid: Grid) -> None:
         cells, cmap="cividis", vmin=lowest, vmax=grid.best / 1e9, origin="lower", aspect="auto"
     )
     font = min(9.0, 80 / size[1], 150 / size[0])
-    for row, sms in enumerate(grid.sms):
-        for column, in_flight in enumerate(grid.in_flight):
-            if (rate := grid.total.get((sms, in_flight))) is None:
-                continue
-            dark = rate / 1e9 < (lowest + grid.best / 1e9) / 2
-            axes.text(
-                column, row, f"{rate / 1e9:.0f}", fontsize=font, ha="center", va="center",
-                color="white" if dark else "black",
-            )  # fmt: skip
+    for (sms, in_flight), rate in grid.total.items():
+        dark = rate / 1e9 < (lowest + grid.best / 1e9) / 2
+        axes.text(
+            grid.in_flight.index(in_flight), grid.sms.index(sms), f"{rate / 1e9:.0f}",
+            fontsize=font, ha="center", va="center", color="white" if dark else "black",
+        )  # fmt: skip
     row, column = grid.sms.index(grid.chosen[0]), grid.in_flight.index(grid.chosen[1])
     corners = [(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)]
     axes.plot(
@@ -136,39 +104,33 @@ def _draw_grid(axes: Any, grid: Grid) -> None:
 
 
 def _draw_curves(axes: Any, profile: HardwareProfile) -> None:
-    styles = {"HBM": (BLUE, "o"), "L2": (GREY, "s")}
-    remote = [tier.name for tier in profile.remote]
-    styles |= {name: REMOTE_STYLES[i % len(REMOTE_STYLES)] for i, name in enumerate(remote)}
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for label, points in curves(profile).items():
-        colour, marker = styles[label]
+    """The best of each doubling as lines, all other points faintly, and the profile's windows."""
+    found, series = curves(profile), []
+    for label, points in found.items():
         highest = format_decimal(max(rate for _, rate in points), "B/s")
-        axes.plot(
-            [size for size, _ in points], [rate / 1e9 for _, rate in points], marker, ms=3,
-            color=colour, mew=0, alpha=0.35,
-        )  # fmt: skip
-        best = best_by_doubling(points)
-        axes.plot(
-            [size for size, _ in best], [rate / 1e9 for _, rate in best], f"-{marker}", ms=5,
-            color=colour, lw=1.8, label=f"{label}: up to {highest}",
-        )  # fmt: skip
-    windows = [
-        (tier.window_bytes, tier.direct_bytes_per_s / 1e9)
-        for tier in profile.remote
-        if tier.name in curves(profile)
-    ]
-    axes.plot(
-        [size for size, _ in windows], [rate for _, rate in windows], "*", ms=14, mfc="white",
-        mec="black", zorder=5, label="window and direct rate in the profile",
-    )  # fmt: skip
-    axes.xaxis.set_major_formatter(lambda size, _: short_bytes(round(size)))
+        best = [(size, rate / 1e9) for size, rate in best_by_doubling(points)]
+        series.append(Series(name=f"{label}: up to {highest}", points=best))
+    _draw_sizes(axes, Panel(
+        title="Bandwidth of each tier read alone", y="GB/s", series=series, log_x=True, log_y=True,
+        x="bytes in flight (L2: working set); lines: best of each doubling",
+    ))  # fmt: skip
+    for line, points in zip(list(axes.lines), found.values(), strict=True):
+        every = zip(*((size, rate / 1e9) for size, rate in points), strict=True)
+        axes.plot(*every, line.get_marker(), ms=3, color=line.get_color(), mew=0, alpha=0.35)
+    windows = [(t.window_bytes, t.direct_bytes_per_s / 1e9) for t in profile.remote
+               if t.name in found]  # fmt: skip
+    label = "window and direct rate in the profile"
+    axes.plot(*(zip(*windows, strict=True) if windows else ([], [])), "*", ms=14, mfc="white",
+              mec="black", zorder=5, label=label)  # fmt: skip
     axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:,g}")
     axes.legend(fontsize=8, framealpha=0.95)
-    caption(
-        axes, "Bandwidth of each tier read alone",
-        "bytes in flight (L2: working set); lines: best of each doubling", "GB/s",
-    )  # fmt: skip
+
+
+def _draw_sizes(axes: Any, panel: Panel) -> None:
+    """Draw a panel whose x axis has bytes."""
+    draw_panel(panel, axes)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, _: short_bytes(round(size)))
 
 
 def _draw_roofline(axes: Any, profile: HardwareProfile) -> None:
@@ -204,19 +166,13 @@ def _peaks(profile: HardwareProfile) -> list[tuple[str, float]]:
 
 
 def _draw_chains(axes: Any, profile: HardwareProfile) -> None:
-    styles = {
-        True: (BLUE, "-o", "programmatic dependent launch"),
-        False: (ORANGE, "--s", "plain launches"),
-    }
-    axes.set_xscale("log", base=2)
-    for kind, points in chains(profile).items():
-        colour, style, label = styles[kind]
-        axes.plot(*zip(*points, strict=True), style, ms=5, color=colour, lw=1.8, label=label)
+    names = {True: "programmatic dependent launch", False: "plain launches"}
+    series = [Series(name=names[pdl], points=points) for pdl, points in chains(profile).items()]
+    _draw_sizes(axes, Panel(
+        title="Chains of dependent ops", x="bytes that one op reads",
+        y="rate over that of HBM alone", series=series, log_x=True,
+    ))  # fmt: skip
     rate = format_decimal(profile.hbm_bytes_per_s, "B/s")
     axes.axhline(1, color="black", ls=":", lw=1.2, label=f"HBM read alone: {rate}")
     axes.set_ylim(0, 1.1)
-    axes.xaxis.set_major_formatter(lambda size, _: short_bytes(round(size)))
     axes.legend(loc="lower right", fontsize=8, framealpha=0.95)
-    caption(
-        axes, "Chains of dependent ops", "bytes that one op reads", "rate over that of HBM alone"
-    )
