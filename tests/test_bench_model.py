@@ -26,7 +26,6 @@ from dakrun.hardware import LOCAL, load_profile
 from dakrun.lab.bench.model import ROUNDS, measure_model, requests
 from dakrun.lab.bench.model_plot import draw, ideal_s, lines
 from dakrun.lab.bench.model_rows import (
-    Run,
     limit_s,
     measured_links,
     measured_row,
@@ -76,11 +75,10 @@ TTFT_S = (*[0.1] * 7, 0.3, *[0.1] * 7, 0.2, 0.1, 0.1)
 
 def row(point: ModelCase = POINT, **changes: Any) -> dict[str, Any]:
     plan = a_plan(batch_size=point.batch_size, **changes)
-    run = Run(
-        plan=plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=TTFT_S, prefill_s=0.4,
+    return measured_row(
+        point, plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=TTFT_S, prefill_s=0.4,
         kv_bytes=1e9, limit_s=0.015, ceiling_bytes_per_s=5e12, gap_s=2e-6, gpu_bytes=14 * 2**30,
     )  # fmt: skip
-    return measured_row(point, run)
 
 
 def record(*rows: dict[str, Any]) -> Record:

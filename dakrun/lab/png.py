@@ -63,7 +63,7 @@ def draw(panel: Panel, axes: Any) -> None:
             place = names.index(series.name)
             look = {"color": COLOURS[place % len(COLOURS)], "lw": 1.2, "ms": 5}
             look["marker"] = MARKERS[place % len(MARKERS)]
-        label = f"{series.name}, {series.note}" if series.note else series.name
+        label: str | None = f"{series.name}, {series.note}" if series.note else series.name
         if any(line.get_label() == label for line in axes.lines):
             label = None  # once in the legend
         axes.plot(*zip(*points, strict=True), DASHES[series.kind], label=label, **look)

@@ -27,7 +27,7 @@ from dakrun.lab.memory import measure_ceilings
 from dakrun.lab.output import Record, head
 from dakrun.llm import LLM
 from dakrun.models.popularity import UNIFORM, with_popularity
-from dakrun.plan import Links
+from dakrun.plan import Links, Plan
 from dakrun.requests import Request, RowError, RowLengths
 from dakrun.units import format_seconds
 
@@ -108,12 +108,11 @@ class ModelBench:
 
     def row(self, point: ModelCase) -> model_rows.Row:
         """Measure a point and its rival; CannotRun if it does not fit."""
-        run = self.run(point)
-        row, plan = model_rows.measured_row(point, run), run.plan
+        row, plan = self.run(point)
         return row | self._rival(point, plan.ratio, row["step_s"], plan.weight_bytes)
 
-    def run(self, point: ModelCase) -> model_rows.Run:
-        """Measure a point; CannotRun if it does not fit."""
+    def run(self, point: ModelCase) -> tuple[dict[str, Any], Plan]:
+        """Measure a point without its rival; CannotRun if it does not fit."""
         self._release()
         try:
             return self._run(point)
@@ -121,7 +120,7 @@ class ModelBench:
             reason = str(problem).partition("\n")[0]
             raise CannotRun(f"memory ran out: {reason}", hint=HINT) from None
 
-    def _run(self, point: ModelCase) -> model_rows.Run:
+    def _run(self, point: ModelCase) -> tuple[dict[str, Any], Plan]:
         sweep = self.sweep
         with LLM(
             sweep.name,
@@ -146,8 +145,9 @@ class ModelBench:
             use = llm.engine.runner.expert_use
             links = self._links(llm)
             reads = use.tier_reads(llm.plan) if use else {}
-            return model_rows.Run(
-                plan=llm.plan,
+            row = model_rows.measured_row(
+                point,
+                llm.plan,
                 step_s=stats.step_s,
                 ttft_s=stats.ttft_s,
                 prefill_s=stats.prefill_s * point.batch_size / stats.requests,
@@ -160,6 +160,7 @@ class ModelBench:
                 local_read_share=use.local_share(llm.plan) if use else None,
                 expert_reads=reads,
             )
+            return row, llm.plan
 
     def _rounds(self, llm: LLM, batch_size: int) -> None:
         """Run the batches; the engine's stats then cover the timed ones."""

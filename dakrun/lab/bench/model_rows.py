@@ -7,7 +7,7 @@ tables, CSV and JSON.
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,40 +39,6 @@ FIGURES = (
     *("speedup", "rival_best_s", "best_speedup", "weight_bytes", "hbm_read_bytes"),
     *("remote_read_bytes", "gpu_bytes", "planned_gpu_bytes", "problem"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The measurements of a point that ran with `plan`; times in seconds.
-
-    `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV on average; `ttft_s`
-    is by request, batch after batch; `prefill_s` is that of a batch. `ceiling_bytes_per_s` is the
-    sum over all tiers in use. On a GPU, `gap_s` is the time between two steps and `gpu_bytes` the
-    allocated memory without the CUDA context. Of a mixture a layer of a decode step read
-    `experts_per_step` experts, `local_read_share` of their bytes in HBM; `expert_reads` are the
-    mean bytes that a step read in each tier, by op and layer of experts.
-    """
-
-    plan: Plan
-    step_s: Sequence[float]
-    ttft_s: Sequence[float]
-    prefill_s: float
-    kv_bytes: float
-    limit_s: float
-    ceiling_bytes_per_s: float
-    gap_s: float | None = None
-    gpu_bytes: int | None = None
-    experts_per_step: float | None = None
-    local_read_share: float | None = None
-    expert_reads: Reads = field(default_factory=dict)
-
-    def read_bytes(self, tier: int, *, weights: bool = False) -> float:
-        """Bytes that a step read from the plan's tier number `tier`; with `weights` of these alone.
-
-        Those of experts are measured.
-        """
-        ops = self.plan.weights() if weights else self.plan.ops
-        return sum(_read_bytes(op, tier, self.expert_reads) for op in ops)
 
 
 def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
@@ -142,43 +108,54 @@ def row_of(point: ModelCase, **figures: Any) -> dict[str, Any]:
     return asked | dict.fromkeys(FIGURES) | figures
 
 
-def measured_row(point: ModelCase, run: Run) -> dict[str, Any]:
-    """The row of a point that ran; the rival's figures are missing."""
-    plan, time = run.plan, statistics.median(run.step_s)
-    tiers, size = range(len(plan.tiers)), point.batch_size
-    read = sum(run.read_bytes(tier, weights=True) for tier in tiers) + run.kv_bytes
+def measured_row(
+    point: ModelCase, plan: Plan, *, step_s: Sequence[float], ttft_s: Sequence[float],
+    kv_bytes: float, limit_s: float, ceiling_bytes_per_s: float, expert_reads: Reads | None = None,
+    gpu_bytes: int | None = None, **measured: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The row of a point that ran with `plan`; the rival's figures are missing. Times in seconds.
+
+    `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV on average; `ttft_s`
+    is by request, batch after batch. `ceiling_bytes_per_s` is the sum over all tiers in use. On a
+    GPU `gpu_bytes` is the allocated memory without the CUDA context. `expert_reads` are the mean
+    bytes that a step read in each tier, by op and layer of experts. `measured` are other figures:
+    `prefill_s` of a batch, `gap_s` between two steps on a GPU, and of a mixture the
+    `experts_per_step` of a layer and the `local_read_share` of their bytes in HBM.
+    """
+    reads, time, size = expert_reads or {}, statistics.median(step_s), point.batch_size
+    weights = sum(_read_bytes(op, tier, reads)
+                  for op in plan.weights() for tier in range(len(plan.tiers)))  # fmt: skip
+    local, *far = (sum(_read_bytes(op, tier, reads) for op in plan.ops)
+                   for tier in range(len(plan.tiers)))  # fmt: skip
     remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
     experts = experts_figures(plan) or {}
-    last = [max(run.ttft_s[i : i + size]) for i in range(0, len(run.ttft_s), size)]  # of batches
+    last = [max(ttft_s[i : i + size]) for i in range(0, len(ttft_s), size)]  # of batches
     return row_of(
         point,
         transports="+".join(sorted(remote)) or None,
         ratio=plan.ratio,
-        steps=len(run.step_s),
+        steps=len(step_s),
         step_s=time,
-        spread=spread(run.step_s),
+        spread=spread(step_s),
         tokens_per_s=size / time,
         eb_bytes_per_s=plan.weight_bytes / time,
-        eb_total_bytes_per_s=read / time,
-        eb_total_over_ceiling=read / time / run.ceiling_bytes_per_s,
-        limit_s=run.limit_s,
-        limit_over_time=run.limit_s / time,
+        eb_total_bytes_per_s=(weights + kv_bytes) / time,
+        eb_total_over_ceiling=(weights + kv_bytes) / time / ceiling_bytes_per_s,
+        limit_s=limit_s,
+        limit_over_time=limit_s / time,
         bound_s=plan.bound_s,
         predicted_s=plan.predicted_s,
         prediction_error=plan.predicted_s / time - 1 if plan.profile.comparable else None,
         ttft_s=statistics.median(last),
         predicted_ttft_s=predict_prefill(plan).predicted_s,
-        prefill_s=run.prefill_s,
-        gap_s=run.gap_s,
-        experts_per_step=run.experts_per_step,
         predicted_experts_per_step=experts.get("experts_read_per_step"),
-        local_read_share=run.local_read_share,
         predicted_local_read_share=experts.get("local_read_share"),
         weight_bytes=plan.weight_bytes,
-        hbm_read_bytes=run.read_bytes(0),
-        remote_read_bytes=sum(map(run.read_bytes, tiers[1:])),
-        gpu_bytes=run.gpu_bytes,
-        planned_gpu_bytes=planned_gpu_bytes(plan) if run.gpu_bytes is not None else None,
+        hbm_read_bytes=local,
+        remote_read_bytes=sum(far),
+        gpu_bytes=gpu_bytes,
+        planned_gpu_bytes=None if gpu_bytes is None else planned_gpu_bytes(plan),
+        **measured,
     )
 
 

@@ -11,7 +11,6 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
 from dakrun.kernels.runtime import card_of, held_to
 from dakrun.lab.bench.model import ModelBench, finish, requests
-from dakrun.lab.bench.model_rows import measured_row
 from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
 from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate.cases import ablated, remote_names
@@ -68,15 +67,14 @@ class Steps:
             rounds=1 if self.scope.quick else None,
         )
         with self._card(point.without):
-            run = bench.run(asked)
-        row = measured_row(asked, run)
+            row, plan = bench.run(asked)
         return Result(
             source="measured",
             seconds=row["step_s"],
             predicted_s=None if point.without else row["predicted_s"],
             limit_s=row["limit_s"],
             ratio=row["ratio"],
-            required_ratio=run.plan.required_ratio,
+            required_ratio=plan.required_ratio,
             weight_bytes=row["weight_bytes"],
             read_bytes=row["remote_read_bytes"] + row["hbm_read_bytes"],
             remote_bytes=row["remote_read_bytes"],

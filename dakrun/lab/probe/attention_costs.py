@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from dakrun.formats import PACKED16
 from dakrun.geometry import FEW_ROWS, KV_BLOCK
 from dakrun.hardware import Sweep
 from dakrun.kernels import select_token
@@ -95,15 +94,10 @@ def _with_products(
 ) -> list[tuple[Launch, int]]:
     """Chains of the products around attention, with and without `attend`, which writes `heads`."""
     memory_before, memory_after = memory.split(memory.numel() // 4 * 3)
-    size = PACKED16.row_block_bytes(heads.shape[1])
-    row_blocks = [
-        min(n, part.numel() // size)
-        for n, part in zip(ROW_BLOCKS, (memory_before, memory_after), strict=True)
-    ]
     x = random(memory, *heads.shape)
-    before, weights_before = normed_product(bench, memory_before, row_blocks[0], x)
-    after, weights_after = product(bench, memory_after, row_blocks[1], heads)
-    weights = min(weights_before, weights_after)
+    (before, count), _ = normed_product(bench, memory_before, ROW_BLOCKS[0], x)
+    (after, count_after), _ = product(bench, memory_after, ROW_BLOCKS[1], heads)
+    weights = min(count, count_after)
 
     def both(number: int) -> None:
         before(number)

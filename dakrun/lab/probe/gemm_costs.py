@@ -28,6 +28,7 @@ CHAIN_BYTES = 2**31  # maximum bytes of a chain's operands; far more than L2 hol
 EPS = 1e-5
 NOISE_SECONDS = 1e-8  # the noise floor of a difference of two times
 COLUMNS = ("n", "op_bytes", "op_s", "bytes_per_s", "spread")
+Product = tuple[tuple[Launch, int], int]  # a chain and its operands, and the bytes of each
 
 # Weights as (row blocks, columns). Few rows: 32 and 392 MiB. Many rows: weights of 7B and 30B
 # models, whose tiles fill the SMs more and less evenly.
@@ -63,16 +64,13 @@ def linear_sweep(bench: Bench, stored: WeightFormat = PACKED16) -> Sweep:
     """Products of few rows by rows of X and bytes of a weight; each launch reads another weight.
 
     Weights are `stored` in a format that kernels read. A weight that exceeds the buffer is replaced
-    by the largest that fits.
+    by the largest that fits, here and in all other sweeps.
     """
     memory, rows = random_memory(bench), []
     for n, (row_blocks, cols) in itertools.product(bench.effort.rows, FEW_ROWS_WEIGHTS):
-        size = stored.row_block_bytes(cols)
-        row_blocks = min(row_blocks, memory.numel() // size)
         x = random(memory, n, cols)
-        launch, weights = product(bench, memory, row_blocks, x, stored=stored)
-        seconds = launch_seconds(launch, weights, replays=bench.effort.runs)
-        rows.append(row(n, row_blocks * size, seconds))
+        chain, size = product(bench, memory, row_blocks, x, stored=stored)
+        rows.append(row(n, size, launch_seconds(*chain, replays=bench.effort.runs)))
     return rounded(COLUMNS, rows)
 
 
@@ -87,15 +85,13 @@ def many_rows_sweep(bench: Bench) -> Sweep:
 
     For each number of rows, chains of all weights are replayed round-robin under load: large
     products draw more power than a GPU sustains, and its clocks drop after some tenths of a
-    second. A weight that exceeds the buffer is replaced by the largest that fits.
+    second.
     """
     memory, rows = random_memory(bench), []
     for n in many_rows(bench):
-        sizes, chains = [], []
-        for row_blocks, cols in MANY_ROWS_WEIGHTS:
-            row_blocks = min(row_blocks, memory.numel() // PACKED16.row_block_bytes(cols))
-            sizes.append(row_blocks * PACKED16.row_block_bytes(cols))
-            chains.append(product(bench, memory, row_blocks, random(memory, n, cols)))
+        products = [product(bench, memory, row_blocks, random(memory, n, cols))
+                    for row_blocks, cols in MANY_ROWS_WEIGHTS]  # fmt: skip
+        chains, sizes = zip(*products, strict=True)
         times = seconds_round_robin(chains, replays=bench.effort.runs, load=True)
         rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
     return rounded(COLUMNS, rows)
@@ -104,10 +100,9 @@ def many_rows_sweep(bench: Bench) -> Sweep:
 def product_rates(bench: Bench, n: int) -> list[float]:
     """FLOP/s of products of `n` rows of X and one large weight after the other."""
     memory, (row_blocks, cols) = random_memory(bench), RATE_WEIGHT
-    row_blocks = min(row_blocks, memory.numel() // PACKED16.row_block_bytes(cols))
-    launch, weights = product(bench, memory, row_blocks, random(memory, n, cols))
-    flops = 2.0 * n * ROWS_PER_BLOCK * row_blocks * cols
-    return [flops / s for s in launch_seconds(launch, weights, replays=bench.effort.runs)]
+    chain, size = product(bench, memory, row_blocks, random(memory, n, cols))
+    flops = 2.0 * n * size / DTYPE.itemsize
+    return [flops / s for s in launch_seconds(*chain, replays=bench.effort.runs)]
 
 
 def norm_sweep(bench: Bench) -> Sweep:
@@ -120,7 +115,7 @@ def norm_sweep(bench: Bench) -> Sweep:
     for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
         x, few = random(memory, n, cols), n <= FEW_ROWS
         row_blocks, weights = NORM_ROW_BLOCKS[few], memory if few else memory[:NORM_BYTES]
-        chains = [f(bench, weights, row_blocks, x) for f in (normed_product, product)]
+        chains = [f(bench, weights, row_blocks, x)[0] for f in (normed_product, product)]
         more, less = seconds_round_robin(chains, replays=bench.effort.runs, load=False)
         added = [max(a - b, NOISE_SECONDS) for a, b in zip(more, less, strict=True)]
         rows.append(row(n, 2 * x.nbytes, added, of=more))
@@ -144,17 +139,12 @@ def staged_seconds(bench: Bench, remote: torch.Tensor) -> list[float]:
 
     def matrices(second: Sequence[torch.Tensor]) -> dict[str, TieredMatrix]:
         first_bytes = (WEIGHT_ROW_BLOCKS - STAGED_ROW_BLOCKS) * row_block
-        return {
-            str(number): TieredMatrix(
-                (out.shape[1], WEIGHT_COLS),
-                DTYPE,
-                (
-                    MatrixPart(LOCAL, splits[0], PACKED16, (data[:first_bytes],)),
-                    MatrixPart("remote", splits[1], PACKED16, (second[number % len(second)],)),
-                ),
-            )
-            for number, data in enumerate(whole)
-        }
+        found = {}
+        for number, data in enumerate(whole):
+            arrays = (data[:first_bytes],), (second[number % len(second)],)
+            parts = map(MatrixPart, (LOCAL, "remote"), splits, [PACKED16] * 2, arrays)
+            found[str(number)] = TieredMatrix((out.shape[1], WEIGHT_COLS), DTYPE, tuple(parts))
+        return found
 
     resident = matrices([data[-STAGED_ROW_BLOCKS * row_block :] for data in whole])
     offloaded = matrices(remote_parts)
@@ -180,26 +170,22 @@ def staged_seconds(bench: Bench, remote: torch.Tensor) -> list[float]:
 
 
 def product(
-    bench: Bench,
-    memory: torch.Tensor,
-    row_blocks: int,
-    x: torch.Tensor,
-    *,
-    norm: bool = False,
-    pdl: bool = True,
-    stored: WeightFormat = PACKED16,
-) -> tuple[Launch, int]:
-    """A launch of x [N, K] times one of the weights in `memory`, and the number of weights.
+    bench: Bench, memory: torch.Tensor, row_blocks: int, x: torch.Tensor, *, norm: bool = False,
+    pdl: bool = True, stored: WeightFormat = PACKED16,
+) -> Product:  # fmt: skip
+    """A chain of x [N, K] times one of the weights in `memory` after the other.
 
-    Each weight has `row_blocks`, `stored` in a format that kernels read. With `norm` the kernel
-    also normalizes x, of up to FEW_ROWS rows.
+    Each weight has `row_blocks`, or as many as fit, `stored` in a format that kernels read. With
+    `norm` the kernel also normalizes x, of up to FEW_ROWS rows.
     """
     n, cols = x.shape
+    row_bytes = stored.row_block_bytes(cols)
+    row_blocks = min(row_blocks, memory.numel() // row_bytes)
     (split,) = split_row_blocks([row_blocks], ACCESS, card=bench.card, atom_bytes=stored.atom_bytes)
     out = x.new_empty(n, ROWS_PER_BLOCK * row_blocks)
     weights = [
         TieredMatrix((out.shape[1], cols), DTYPE, (MatrixPart(LOCAL, split, stored, (data,)),))
-        for data in pieces(memory, row_blocks * stored.row_block_bytes(cols))
+        for data in pieces(memory, row_blocks * row_bytes)
     ]
     products = Products(x.device, bench.card)
 
@@ -210,12 +196,10 @@ def product(
             pdl=pdl, ahead=products.ahead(n, following, ACCESS),
         )  # fmt: skip
 
-    return launch, len(weights)
+    return (launch, len(weights)), row_blocks * row_bytes
 
 
-def normed_product(
-    bench: Bench, memory: torch.Tensor, row_blocks: int, x: torch.Tensor
-) -> tuple[Launch, int]:
+def normed_product(bench: Bench, memory: torch.Tensor, row_blocks: int, x: torch.Tensor) -> Product:
     """Like `product`, with a norm of x before each product, as in a decode step.
 
     The kernel for up to FEW_ROWS rows normalizes x itself; more rows need a launch of `normalize`.
@@ -223,15 +207,13 @@ def normed_product(
     """
     few = len(x) <= FEW_ROWS
     pdl = len(x) <= max(FEW_ROWS, bench.card.tiled_rows)
-    launch, count = product(bench, memory, row_blocks, x, norm=few, pdl=pdl)
-    if few:
-        return launch, count
+    (launch, count), size = product(bench, memory, row_blocks, x, norm=few, pdl=pdl)
 
     def both(number: int) -> None:
         normalize(x, x, "layer", eps=EPS, pdl=True)
         launch(number)
 
-    return both, count
+    return (launch if few else both, count), size
 
 
 def random_memory(bench: Bench) -> torch.Tensor:
