@@ -11,7 +11,6 @@ from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity, brief
 from dakrun.lab.evaluate.figures import FIGURES, Figure
 from dakrun.lab.evaluate.figures.base import (
     crossing,
-    factors,
     faster,
     fastest,
     largest,
@@ -66,7 +65,7 @@ def made_up(entry: Entry, scope: Scope, problem: str | None = None) -> Result:
 
 def results_of(figure: Figure, scope: Scope, problem: str | None = None) -> dict[str, Result]:
     """Made-up results of all points of a figure."""
-    entries = figure.data(scope).entries
+    entries = figure.data(scope, {}).entries
     return {entry.point.key: made_up(entry, scope, problem) for entry in entries}
 
 
@@ -166,7 +165,7 @@ def test_a_lack_of_memory_is_counted() -> None:
 
     scope, fig10 = scope_of(), FIGURES["fig10"]
     large = Result(source="measured", problem="needs 99.0 GB", short_of_memory=True)
-    entries = fig10.data(scope).entries
+    entries = fig10.data(scope, {}).entries
     found = fig10.data(scope, {entry.point.key: large for entry in entries})
     shown = page([fig10], {"fig10": found}, scope, {})
     assert f"{len(entries)} of them for lack of memory" in shown
@@ -176,7 +175,7 @@ def test_a_lack_of_memory_is_counted() -> None:
 def test_a_page_without_any_result() -> None:
 
     scope = scope_of()
-    found = {name: figure.data(scope) for name, figure in FIGURES.items()}
+    found = {name: figure.data(scope, {}) for name, figure in FIGURES.items()}
     shown = page(list(FIGURES.values()), found, scope, {})
     assert "nothing measured yet" in shown
     assert "are not there yet" in shown
@@ -240,7 +239,6 @@ def test_crossing() -> None:
 
 def test_factors() -> None:
     one, other = [(0.0, 1.0), (1.0, 2.0)], [(1.0, 5.0), (2.0, 9.0)]
-    assert factors(one, other) == [(1.0, 2.5)]
     assert largest(one, other) == (1.0, 2.5)
     assert largest(one, []) is None
     assert fastest(one) == (0.0, 1.0)

@@ -106,7 +106,7 @@ class FigureData:
     def panels(self, *, parts: bool = True) -> list[Panel]:
         """The pictures, with those that show a part of another one if `parts`."""
         return [
-            self._panel(chart, shown)
+            self.panel(chart, shown)
             for chart in self.charts
             for shown in chart.shown
             if shown.needed is None
@@ -116,7 +116,7 @@ class FigureData:
     def _results(self, chart: Chart) -> list[Result]:
         return [result for entry in chart.entries if (result := self.of(entry))]
 
-    def _panel(self, chart: Chart, shown: Quantity) -> Panel:
+    def panel(self, chart: Chart, shown: Quantity) -> Panel:
         """The values of each result; what has none is a marker at its place, with the reason."""
         end = math.inf if shown.until is None else shown.until
         series: list[Series] = []

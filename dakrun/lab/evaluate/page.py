@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dakrun.hardware import LOCAL
 from dakrun.lab.evaluate import svg
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
 from dakrun.lab.evaluate.figures import Figure
 from dakrun.lab.evaluate.points import Result
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.evaluate.style import STYLE
+from dakrun.lab.evaluate.tables import ceilings
 from dakrun.units import format_rate
 
 COLUMNS = ("panel", "series", "x", "source", "time (us)", "predicted (us)", "ratio (%)", "note")
@@ -107,13 +107,6 @@ def facts(
     command = run.get("command")
     code = f"<dt>Command</dt><dd><code>{escape(str(command))}</code></dd>" if command else ""
     return f'<dl class="facts">{cells}{code}</dl>'
-
-
-def ceilings(scope: Scope, run: Mapping[str, Any]) -> list[str]:
-    """The rates of run.json, with the local tier's name."""
-    rates = run.get("ceilings", {})
-    names = {LOCAL: LOCAL if scope.near == "HBM" else scope.near}
-    return [f"{names.get(name, name)} {format_rate(rate)}" for name, rate in rates.items() if rate]
 
 
 def deviation(points: Iterable[tuple[Entry, Result | None]]) -> str:

@@ -4,19 +4,26 @@ Knows figures and their panels; measures nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dakrun.hardware import LOCAL
 from dakrun.lab.evaluate.charts import FigureData
-from dakrun.lab.evaluate.figures import Figure
-from dakrun.lab.evaluate.page import ceilings
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Panel
+from dakrun.units import format_rate
+
+Run = Mapping[str, Any]
+if TYPE_CHECKING:
+    from dakrun.lab.evaluate.figures import Figure
 
 MARKS = {"measured": "", "predicted": " (predicted)"}
 
 
 def tables(
-    figures: Sequence[Figure], data: Mapping[str, FigureData], scope: Scope, run: Mapping[str, Any]
+    figures: "Sequence[Figure]",
+    data: Mapping[str, FigureData],
+    scope: Scope,
+    run: Mapping[str, Any],
 ) -> str:
     """A table for each panel, below its figure's title and finding. Bounds are left out."""
     rates = ", ".join(ceilings(scope, run))
@@ -33,20 +40,33 @@ def tables(
     return "\n".join(lines) + "\n"
 
 
-def _table(panel: Panel) -> Iterator[str]:
-    """A row for each place on the x axis, a column for each series with markers or bars."""
+def ceilings(scope: Scope, run: Mapping[str, Any]) -> list[str]:
+    """The rates of run.json, with the local tier's name."""
+    rates = run.get("ceilings", {})
+    names = {LOCAL: LOCAL if scope.near == "HBM" else scope.near}
+    return [f"{names.get(name, name)} {format_rate(rate)}" for name, rate in rates.items() if rate]
+
+
+def rows(panel: Panel) -> list[list[str]]:
+    """A row for each place on the x axis, a column for each series with markers or bars.
+
+    The first row has their names; no rows if there are no points.
+    """
     columns = [series for series in panel.series if series.kind in MARKS and series.points]
     places = sorted({x for series in columns for x, _ in series.points})
-    if not places:
-        return
-    yield f"\n{panel.title}: {panel.y}\n"
-    yield _row([panel.x, *(series.name + MARKS[series.kind] for series in columns)])
-    yield _row(["---", *("---:" for _ in columns)])
-    for x in places:
-        values = (dict(series.points).get(x) for series in columns)
-        where = panel.categories[int(x)] if panel.categories else f"{x:,.4g}"
-        yield _row([where, *("-" if y is None else f"{y:,.4g}" for y in values)])
+    known = [dict(series.points) for series in columns]
+    body = [
+        [panel.categories[int(x)] if panel.categories else f"{x:,.4g}",
+         *(f"{of[x]:,.4g}" if x in of else "-" for of in known)]
+        for x in places
+    ]  # fmt: skip
+    head = [panel.x, *(series.name + MARKS[series.kind] for series in columns)]
+    return [head, *body] if body else []
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+def _table(panel: Panel) -> Iterator[str]:
+    if table := rows(panel):
+        head, *body = table
+        yield f"\n{panel.title}: {panel.y}\n"
+        for cells in (head, ["---", *["---:"] * (len(head) - 1)], *body):
+            yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, best_of, factor, gains, scaled
+from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure, factor, gains, most
 from dakrun.lab.evaluate.points import Point
 from dakrun.lab.evaluate.scope import Scope
 
@@ -14,7 +14,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 SLOTS, LENGTH = (32, 64), 1024  # of attention
 BATCHES = (8, 512)  # for the GEMM of few rows, and for the tiled one
-STEP = Quantity("decode step (ms)", scaled("seconds", 1e3))
 
 
 class Ablations(Figure):
@@ -55,7 +54,7 @@ class Ablations(Figure):
             *gemms,
             (f"{model}, attention to {LENGTH:,} positions", "", f"slots outside {scope.near}",
              LAUNCH, 1, attention),
-            ("whole models, batch 8", outside, "model", STEP, 0, steps),
+            ("whole models, batch 8", outside, "model", STEP_LINEAR, 0, steps),
         ]  # fmt: skip
         return [
             Chart(
@@ -83,8 +82,7 @@ class Ablations(Figure):
 
     def here(self, data: FigureData) -> Iterator[str]:
         for series in list(VARIANTS)[1:]:
-            for cost in best_of([cost for *_, cost in gains(data, ALL, series)]):
-                yield f"{series} {cost} the time"
+            yield from (f"{series} {cost} the time" for cost in most(data, ALL, series))
 
     def notes(self, scope: Scope) -> list[str]:
         return [

@@ -6,7 +6,8 @@ Imports neither torch nor matplotlib.
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from dakrun.config import Dtype
@@ -16,7 +17,6 @@ from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import Op, compute_time, greedy
 
 SAME = 0.005  # factors closer to 1 than this are equal
-NOT_YET = "not measured yet"
 
 
 class Figure(ABC):
@@ -45,7 +45,7 @@ class Figure(ABC):
 
     def missing(self, scope: Scope) -> str:
         """Why `here` gives none."""
-        return NOT_YET
+        return "not measured yet"
 
     def table(self, data: FigureData) -> list[list[str]]:
         """Rows of a table beside the pictures, the header first; none for most figures."""
@@ -55,9 +55,9 @@ class Figure(ABC):
         """Differences from the paper, and what to know when reading."""
         return []
 
-    def data(self, scope: Scope, results: dict[str, Result] | None = None) -> FigureData:
+    def data(self, scope: Scope, results: dict[str, Result]) -> FigureData:
         """The charts with the `results` that are known, by the points' keys."""
-        return FigureData(scope, self.charts(scope), {} if results is None else results)
+        return FigureData(scope, self.charts(scope), results)
 
     def finding(self, data: FigureData) -> str:
         """The sentences; or why there are none."""
@@ -85,6 +85,7 @@ def scaled(name: str, scale: float) -> Callable[[Result], float | None]:
 
 EB = Quantity("EB: weight bytes per step time (GB/s)", scaled("eb", 1e-9), log=True)
 STEP = Quantity("decode step (ms)", scaled("seconds", 1e3), log=True)
+STEP_LINEAR = replace(STEP, log=False)
 LAUNCH = Quantity("time of a launch (us)", scaled("seconds", 1e6))
 
 
@@ -115,21 +116,15 @@ def crossing(curve: Curve, other: Curve) -> float | None:
     both = [(x, s - o) for x, s in curve if (o := at(other, x)) is not None]
     if not both or both[-1][1] <= 0:
         return None
-    found = both[0][0]
-    for (x0, d0), (x1, d1) in itertools.pairwise(both):
-        if d0 <= 0 < d1:
-            found = x0 + (x1 - x0) * -d0 / (d1 - d0)
-    return found
-
-
-def factors(curve: Curve, other: Curve) -> list[tuple[float, float]]:
-    """(x, time of `other` over that of `curve`) where both have one: above 1, `curve` is faster."""
-    return [(x, o / s) for x, s in curve if (o := at(other, x)) is not None]
+    steps = [(x0 + (x1 - x0) * -d0 / (d1 - d0)) for (x0, d0), (x1, d1) in itertools.pairwise(both)
+             if d0 <= 0 < d1]  # fmt: skip
+    return steps[-1] if steps else both[0][0]
 
 
 def largest(curve: Curve, other: Curve) -> tuple[float, float] | None:
-    """(x, factor) by which `curve` is faster than `other` at most."""
-    return max(factors(curve, other), key=lambda of: of[1], default=None)
+    """(x, factor) by which `curve` is faster than `other` at most, where both have a time."""
+    factors = [(x, o / s) for x, s in curve if (o := at(other, x)) is not None]
+    return max(factors, key=lambda of: of[1], default=None)
 
 
 def gains(data: FigureData, one: str, other: str) -> list[tuple[Chart, float, float]]:
@@ -138,14 +133,20 @@ def gains(data: FigureData, one: str, other: str) -> list[tuple[Chart, float, fl
     return [(chart, *gain) for chart, gain in found if gain]
 
 
+def compared(data: FigureData, one: str, other: str, place: str) -> Iterator[str]:
+    """A sentence for each chart: where and by what factor `one` is faster than `other` at most."""
+    for chart, x, gain in gains(data, one, other):
+        yield f"{chart.name}: at most, at {place.format(x)}, {faster(gain, one, other)}."
+
+
+def most(data: FigureData, one: str, other: str) -> list[str]:
+    """The largest factor by which the series `one` is faster than `other`, if there is any."""
+    return [factor(max(gain for *_, gain in of))] if (of := gains(data, one, other)) else []
+
+
 def factor(value: float) -> str:
     """ "1.32 x"."""
     return f"{value:.2f} x"
-
-
-def best_of(values: Sequence[float]) -> list[str]:
-    """The largest factor, if there is any."""
-    return [factor(max(values))] if values else []
 
 
 def faster(value: float, what: str, other: str) -> str:

@@ -1,17 +1,10 @@
 """Figures 10 and 14: decode steps of batches and prompts that may not fit in HBM."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import (
-    STEP,
-    Figure,
-    best_of,
-    faster,
-    gains,
-    largest,
-    scaled,
-)
+from dakrun.lab.evaluate.figures.base import STEP, Figure, faster, largest, most, scaled
 from dakrun.lab.evaluate.figures.paper_ratios import (
     MODEL,
     PERCENT,
@@ -24,61 +17,49 @@ from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
 from dakrun.units import format_seconds
 
-Case = tuple[int, int]  # batch, prompt length
 CHOICE, COPIED = "planner's choice", "copied ahead"
 SMALL_ROOM = 50_000_000_000
-required = scaled("required_ratio", 100)
 OF_PAPER = ", ".join(f"{percent:.0f}% for {named(case)}" for case, percent in PERCENT.items())
-
-
-def required_ratio(lines: Sequence[Series]) -> Quantity:
-    """The required ratio, where anything needs more than HBM."""
-    return Quantity(
-        "bytes that HBM cannot hold (%)", required, lines=lines, title=": required ratio",
-        only=CHOICE, needed=lambda of: bool(of.required_ratio or of.short_of_memory),
-    )  # fmt: skip
-
-
-def chart_of(model: str, budget: int, cases: Sequence[Case], scope: Scope) -> Chart:
-    """Steps of `model` with `budget` bytes of HBM: the planner's choice, and all copied ahead."""
-
-    def rank(case: Case, series: str) -> int:
-        return 1 + (case[0] * case[1] > 1 << 16) + (series == COPIED)
-
-    known = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
-    paper = [Series(name="paper, GH200", kind="line", points=known)]
-    name = f"{model} in {budget / 1e9:.0f} GB"
-    entries = [
-        Entry(series, x, scope.step(
-            model, batch, None, prompt_len=prompt, hbm_budget=budget,
-            transport="staged" if series == COPIED else None,
-        ), rank((batch, prompt), series))
-        for x, (batch, prompt) in enumerate(cases)
-        for series in ([CHOICE] if scope.quick else [CHOICE, COPIED])
-    ]  # fmt: skip
-    return Chart(
-        name=name,
-        title=name,
-        x="batch x prompt length (requests x tokens)",
-        shown=[STEP, required_ratio(paper if (model, budget) == (MODEL, ROOM) else [])],
-        entries=entries,
-        categories=[named(case) for case in cases],
-    )
+required = scaled("required_ratio", 100)
 
 
 class Capacity(Figure):
-    """What figures 10 and 14 say of their results."""
+    """Steps by batch and prompt: the planner's choice, and everything copied ahead."""
+
+    cases: ClassVar[Sequence[tuple[int, int]]]  # batch, prompt length
+
+    def chart(self, model: str, budget: int, count: int | None, step: int, scope: Scope) -> Chart:
+        """`model` with `budget` bytes of HBM, every `step`-th of the first `count` cases."""
+        cases, name = self.cases[:count:step], f"{model} in {budget / 1e9:.0f} GB"
+
+        def entry(x: int, series: str) -> Entry:
+            batch, prompt = cases[x]
+            more: dict[str, Any] = {"prompt_len": prompt, "hbm_budget": budget}
+            more |= {"transport": "staged"} if series == COPIED else {}
+            rank = 1 + (batch * prompt > 1 << 16) + (series == COPIED)
+            return Entry(series, x, scope.step(model, batch, None, **more), rank)
+
+        paper = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
+        line = Series(name="paper, GH200", kind="line", points=paper)
+        ratios = Quantity(
+            "bytes that HBM cannot hold (%)", required, title=": required ratio", only=CHOICE,
+            lines=[line] if (model, budget) == (MODEL, ROOM) else [],
+            needed=lambda of: bool(of.required_ratio or of.short_of_memory),
+        )  # fmt: skip
+        shown = [CHOICE] if scope.quick else [CHOICE, COPIED]
+        return Chart(
+            name=name, title=name, x="batch x prompt length (requests x tokens)",
+            shown=[STEP, ratios], categories=[named(case) for case in cases],
+            entries=[entry(x, series) for x in range(len(cases)) for series in shown],
+        )  # fmt: skip
 
     def sentences(self, data: FigureData) -> Iterator[str]:
         for chart in data.charts:
             known = [of for of in data.lines(chart).get(CHOICE, []) if of[1].seconds]
-            if not known:
-                continue
-            entry, result = known[-1]
-            case = chart.categories[int(entry.x)]
-            step = format_seconds(result.seconds or 0)
-            outside = f" with {result.ratio:.1%} outside {data.scope.near}" if result.ratio else ""
-            yield f"{chart.name}: {case} takes {step} a step{outside}."
+            for entry, result in known[-1:]:
+                case, step = chart.categories[int(entry.x)], format_seconds(result.seconds or 0)
+                part = f" with {result.ratio:.1%} outside {data.scope.near}" if result.ratio else ""
+                yield f"{chart.name}: {case} takes {step} a step{part}."
             if gain := largest(data.times(chart, CHOICE), data.times(chart, COPIED)):
                 clause = faster(gain[1], CHOICE, "copying everything ahead")
                 yield f"At most, at {chart.categories[int(gain[0])]}, the {clause}."
@@ -93,10 +74,15 @@ class Capacity(Figure):
             if (value := required(result))
         }
 
-    def over_copying(self, data: FigureData) -> Iterator[str]:
-        """The largest gain of the planner's choice."""
-        for gain in best_of([gain for *_, gain in gains(data, CHOICE, COPIED)]):
+    def here(self, data: FigureData) -> Iterator[str]:
+        needed = self.needed(data, f"{self.model_of(data.scope)} in 96 GB")
+        yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
+        for gain in most(data, CHOICE, COPIED):
             yield f"against copying ahead the gain is up to {gain}"
+
+    def model_of(self, scope: Scope) -> str:
+        """The paper's model."""
+        return MODEL
 
 
 class InHbm(Capacity):
@@ -109,36 +95,29 @@ class InHbm(Capacity):
         "cache the larger part; with 50 GB the weights of a 30B model alone do not fit."
     )
     claimed = f"Paper: the required ratios of OPT-30B in 96 GB are {OF_PAPER}. Here:"
-    cases: Sequence[Case] = ((8, 32), *PERCENT)
+    cases = ((8, 32), *PERCENT)
 
     def charts(self, scope: Scope) -> list[Chart]:
+        """All cases of the paper for its model; fewer of others in a quick run."""
         return [
-            chart_of(model, budget, self._cases(model, scope), scope)
+            self.chart(model, budget, None, 2 if scope.quick and model != MODEL else 1, scope)
             for model in scope.models
             for budget in (ROOM, SMALL_ROOM)
         ]
 
-    def _cases(self, model: str, scope: Scope) -> Sequence[Case]:
-        """All of the paper's for its model; fewer of others in a quick run."""
-        return self.cases[:: 2 if scope.quick and model != MODEL else 1]
-
     def table(self, data: FigureData) -> list[list[str]]:
         """Required ratios of the paper's cases: the paper's, the planner's, those of this run."""
         here = self.needed(data, f"{MODEL} in 96 GB")
-        rows = [
-            [of.case, *(f"{value:.1f}" for value in (of.paper, of.mixed, of.decimal, of.planned)),
-             f"{here[of.case]:.1f}" if of.case in here else "-"]
-            for of in paper_ratios()
-        ]  # fmt: skip
         head = ["required ratio (%), opt-30b in 96 GB", "paper, GH200", "GiB of weights + GB of KV"]
-        return [[*head, "GB of both", "dakrun's planner, gh200", "here"], *rows]
+        body = [
+            [case, *(f"{of:.1f}" for of in values), f"{here[case]:.1f}" if case in here else "-"]
+            for case, *values in paper_ratios()
+        ]
+        return [[*head, "GB of both", "dakrun's planner, gh200", "here"], *body]
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        if MODEL not in data.scope.models:
-            yield f"{MODEL} is not among the models"
-        needed = self.needed(data, f"{MODEL} in 96 GB")
-        yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
-        yield from self.over_copying(data)
+    def missing(self, scope: Scope) -> str:
+        absent = f"{MODEL} is not among the models"
+        return super().missing(scope) if MODEL in scope.models else absent
 
     def notes(self, scope: Scope) -> list[str]:
         return [
@@ -159,20 +138,17 @@ class ManyRequests(Capacity):
         "all bytes outside HBM are then KV cache."
     )
     claimed = "Paper: OPT-6.7B for 8 x 32 to 512 x 1,024 in 96 GB on GH200. Required ratios here:"
-    model = "opt-6.7b"
-    cases: Sequence[Case] = ((8, 32), (256, 1024), (512, 512), (512, 1024))
+    cases = ((8, 32), (256, 1024), (512, 512), (512, 1024))
 
     def charts(self, scope: Scope) -> list[Chart]:
-        """Of OPT-6.7B, or else of the first model; a CPU takes long for more than one case."""
-        model = self.model if self.model in scope.models else next(iter(scope.models))
+        """A CPU takes long for more than one case."""
         count = 1 if scope.profile.device == "cpu" else 2 if scope.quick else None
-        return [chart_of(model, ROOM, self.cases[:count], scope)]
+        return [self.chart(self.model_of(scope), ROOM, count, 1, scope)]
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        needed = self.needed(data, data.charts[0].name)
-        yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
-        yield from self.over_copying(data)
+    def model_of(self, scope: Scope) -> str:
+        """OPT-6.7B, or else the first model."""
+        return "opt-6.7b" if "opt-6.7b" in scope.models else next(iter(scope.models))
 
     def notes(self, scope: Scope) -> list[str]:
-        return [f"The remote tier has {scope.profile.tier(scope.remote).capacity_bytes / 1e9:,.0f} "
-                "GB here; cases that need more are markers without a time."]  # fmt: skip
+        size = scope.profile.tier(scope.remote).capacity_bytes / 1e9
+        return [f"The remote tier has {size:,.0f} GB here: cases that need more have no time."]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import NOT_YET, Figure, scaled
+from dakrun.lab.evaluate.figures.base import Figure, scaled
 from dakrun.lab.evaluate.points import ReadPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.units import format_bytes, format_rate
@@ -31,50 +31,38 @@ class LinkReads(Figure):
 
     def charts(self, scope: Scope) -> list[Chart]:
         tier, most = scope.profile.tier(scope.remote), scope.profile.sms
-        sms = min(max(tier.sms, 1), most)
-        shifts = (14, 18, 20, 22) if scope.quick else range(14, 24)
-        sizes = [1 << shift for shift in shifts if 1 << shift <= SM_BYTES * sms]
-        powers = (0, 3, 5) if scope.quick else range(7)
-        counts = [1 << power for power in powers if 1 << power < most]
-        window = max(tier.window_bytes, 1 << 18)
-        in_flight = [(size / 1024, sms, size) for size in sizes]
-        by_sms = [(float(n), n, min(window, SM_BYTES * n)) for n in counts]
-        return [
-            self._chart("bytes in flight", "bytes in flight over the link (KiB)", in_flight,
-                        (tier.window_bytes / 1024, "the profile's window"), scope),
-            self._chart("SMs on the link", "SMs on the link", by_sms,
-                        (float(tier.sms), "the profile's SMs"), scope),
-        ]  # fmt: skip
-
-    def _chart(
-        self,
-        name: str,
-        x: str,
-        reads: list[tuple[float, int, int]],
-        mark: tuple[float, str],
-        scope: Scope,
-    ) -> Chart:
-        """The chart of `reads`: (x, SMs on the link, bytes in flight)."""
-        most, remote = scope.profile.sms, scope.remote
-        fixed = [] if scope.quick or most <= FIXED_SMS else reads
-        entries = [
-            (OTHERS, at, ReadPoint(remote=remote, sms=sms, in_flight=size,
-                                   hbm_sms=max(most - sms, 1)), 1)
-            for at, sms, size in reads
-        ] + [
-            (FIXED, at, ReadPoint(remote=remote, sms=sms, in_flight=size, hbm_sms=FIXED_SMS), 2)
-            for at, sms, size in fixed
-            if sms <= most - FIXED_SMS
-        ]  # fmt: skip
-        rates = {scope.near: "hbm_bytes_per_s", f"the link to {remote}": "remote_bytes_per_s"}
-        shown = [
-            Quantity(f"{what} (GB/s)", scaled(key, 1e-9), title=f"{what}, by {name}")
-            for what, key in rates.items()
-        ]
-        return Chart(
-            name=name, title="", x=x, shown=shown, entries=[Entry(*of) for of in entries],
-            log_x=True, marks=[mark],
+        sms, window = min(max(tier.sms, 1), most), max(tier.window_bytes, 1 << 18)
+        sizes = [1 << shift for shift in ((14, 18, 20, 22) if scope.quick else range(14, 24))]
+        counts = [1 << power for power in ((0, 3, 5) if scope.quick else range(7))]
+        # (x, SMs on the link, bytes in flight)
+        by_size = [(size / 1024, sms, size) for size in sizes if size <= SM_BYTES * sms]
+        by_sms = [(float(n), n, min(window, SM_BYTES * n)) for n in counts if n < most]
+        kinds = (
+            ("bytes in flight", "bytes in flight over the link (KiB)", by_size,
+             (tier.window_bytes / 1024, "the profile's window")),
+            ("SMs on the link", "SMs on the link", by_sms, (tier.sms, "the profile's SMs")),
         )  # fmt: skip
+
+        def entry(series: str, x: float, sms: int, size: int, hbm_sms: int) -> Entry:
+            read = ReadPoint(remote=scope.remote, sms=sms, in_flight=size, hbm_sms=hbm_sms)
+            return Entry(series, x, read, 1 if series == OTHERS else 2)
+
+        return [
+            Chart(
+                name=name, title="", x=axis, log_x=True, marks=[mark],
+                shown=[
+                    Quantity(f"{what} (GB/s)", scaled(key, 1e-9), title=f"{what}, by {name}")
+                    for what, key in ((scope.near, "hbm_bytes_per_s"),
+                                      (f"the link to {scope.remote}", "remote_bytes_per_s"))
+                ],
+                entries=[entry(OTHERS, x, n, size, max(most - n, 1)) for x, n, size in reads] + [
+                    entry(FIXED, *of, FIXED_SMS)
+                    for of in reads
+                    if not scope.quick and most > FIXED_SMS and of[1] <= most - FIXED_SMS
+                ],
+            )
+            for name, axis, reads, mark in kinds
+        ]  # fmt: skip
 
     def rates(self, data: FigureData) -> list[tuple[float, float, float]]:
         """(KiB in flight, bytes/s of the link, bytes/s of HBM), in order."""
@@ -87,7 +75,7 @@ class LinkReads(Figure):
     def sentences(self, data: FigureData) -> Iterator[str]:
         if not (rates := self.rates(data)):
             return
-        link, hbm = max(rate for _, rate, _ in rates), max(rate for *_, rate in rates)
+        _, link, hbm = map(max, zip(*rates, strict=True))
         enough = next(x for x, rate, _ in rates if rate >= KEPT * link)
         lost = next((x for x, _, rate in rates if x > enough and rate < KEPT * hbm), None)
         yield f"The link reaches {format_rate(link)} with {format_bytes(1024 * enough)} in flight."
@@ -104,9 +92,6 @@ class LinkReads(Figure):
     def here(self, data: FigureData) -> list[str]:
         rates = [rate for *_, rate in self.rates(data)]
         return [f"{max(1 - rates[-1] / max(rates), 0):.0%}"] if rates else []
-
-    def missing(self, scope: Scope) -> str:
-        return NOT_YET if scope.profile.device == "cuda" else "a CPU has no SMs"
 
     def notes(self, scope: Scope) -> list[str]:
         predicted = ["The planner does not model congestion: predicted rates of HBM never fall."]

@@ -1,25 +1,26 @@
 """Table 1 and figure 13: a host-resident product with and without multicast, by rows of X."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
 from dakrun.lab.evaluate.figures.base import (
     LAUNCH,
-    NOT_YET,
+    STEP_LINEAR,
     Figure,
     at,
+    compared,
     factor,
-    faster,
-    gains,
     scaled,
 )
-from dakrun.lab.evaluate.points import Point, Result
+from dakrun.lab.evaluate.points import Result
 from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.evaluate.tables import rows
 
 WITH, WITHOUT = "with multicast", "without multicast"
 SERIES: dict[str, tuple[str, ...]] = {WITH: (), WITHOUT: ("multicast",)}
 ROWS = "rows of X (N)"
-STEP = Quantity("decode step (ms)", scaled("seconds", 1e3))
 TILES = (
     "The tiles of the product have up to 512 rows of X here, so up to N = 512 every byte crosses "
     "the link once without multicast too. The tiles of the paper's kernels seem to have 256 rows: "
@@ -38,36 +39,39 @@ def crossings(result: Result) -> float | None:
 class ByRows(Figure):
     """The largest product of a layer, all of its weight outside HBM, by rows of X."""
 
-    shown: Quantity
-    first: int  # rank of the most telling points
+    shown: ClassVar[tuple[Quantity, ...]]
+    first: ClassVar[int]  # rank of the most telling points
 
     def charts(self, scope: Scope) -> list[Chart]:
         counts = (8, 512, 1024) if scope.quick else (8, 64, 128, 256, 512, 1024, 2048, 4096)
-        found = []
-        for model in list(scope.models)[: 1 if scope.quick else None]:
-            op = max(scope.products(model, n=1), key=lambda op: op.resident_bytes).name
-            name = f"{model}, {op}"
-            found.append(Chart(
-                name=name, title=f"{name}, all of its weight in {scope.remote}", x=ROWS,
-                shown=[self.shown], log_x=True,
-                entries=[
-                    Entry(series, n, scope.product(model, op, n, 1.0, without),
-                          self.first + (n not in (512, 1024)))
-                    for series, without in series_of(scope).items()
-                    for n in counts
-                ],
-            ))  # fmt: skip
-        return found
+        models = list(scope.models)[: 1 if scope.quick else None]
+        products = {
+            model: max(scope.products(model, n=1), key=lambda op: op.resident_bytes).name
+            for model in models
+        }
+
+        def entry(model: str, op: str, series: str, n: int) -> Entry:
+            point = scope.product(model, op, n, 1.0, SERIES[series])
+            return Entry(series, n, point, self.first + (n not in (512, 1024)))
+
+        return [
+            Chart(
+                name=f"{model}, {op}", x=ROWS, shown=self.shown, log_x=True,
+                title=f"{model}, {op}, all of its weight in {scope.remote}",
+                entries=[entry(model, op, name, n) for name in series_of(scope) for n in counts],
+            )
+            for model, op in products.items()
+        ]  # fmt: skip
 
     def missing(self, scope: Scope) -> str:
         if scope.profile.card.clusters:
-            return NOT_YET
+            return super().missing(scope)
         return f"{scope.profile.device_name} has no clusters, and so no multicast"
 
 
-def series_of(scope: Scope) -> dict[str, tuple[str, ...]]:
-    """The techniques that each series leaves out; a card without clusters has no multicast."""
-    return SERIES if scope.profile.card.clusters else {WITHOUT: SERIES[WITHOUT]}
+def series_of(scope: Scope) -> list[str]:
+    """The series of a figure; a card without clusters has no multicast."""
+    return list(SERIES) if scope.profile.card.clusters else [WITHOUT]
 
 
 class LinkBytes(ByRows):
@@ -83,37 +87,29 @@ class LinkBytes(ByRows):
         "Paper: without multicast the bytes over the link grow with N, with it each byte crosses "
         "once per cluster. Here, at the largest N:"
     )
-    shown = Quantity("link bytes per byte of the weight (x)", crossings)
+    shown = (
+        Quantity("link bytes per byte of the weight (x)", crossings),
+        Quantity("bytes over the link (GB)", scaled("link_bytes", 1e-9)),
+    )
     first = 1
 
     def table(self, data: FigureData) -> list[list[str]]:
-        columns = [("link_bytes", "GB", 1e-9, 3), ("seconds", "us", 1e6, 1)]
-        rows = [["product", "N", *(f"{of} ({unit})" for _, unit, *_ in columns for of in SERIES)]]
-        for chart in data.charts:
-            by_n: dict[float, dict[str, Result]] = {}
-            for series, line in data.lines(chart).items():
-                for entry, result in line:
-                    by_n.setdefault(entry.x, {})[series] = result
-            for n, of in sorted(by_n.items()):
-                cells = [
-                    "-" if (value := getattr(of.get(series), key, None)) is None
-                    else f"{value * scale:,.{digits}f}"
-                    for key, _, scale, digits in columns
-                    for series in SERIES
-                ]  # fmt: skip
-                rows.append([chart.name, f"{n:,.0f}", *cells])
-        return rows if rows[1:] else []
+        """Bytes over the link by N, of all products."""
+        tables = [rows(data.panel(chart, self.shown[1])) for chart in data.charts]
+        head = [["product", *tables[0][0]]] if any(tables) else []
+        return head + [[chart.name, *row] for chart, of in zip(data.charts, tables, strict=True)
+                       for row in of[1:]]  # fmt: skip
 
     def repeated(self, data: FigureData) -> Iterator[tuple[str, float, float, float]]:
         """(product, N, crossings with and without multicast) at the largest N that has both."""
         for chart in data.charts:
             lines = data.lines(chart)
-            known = [
-                {entry.x: times for entry, of in lines.get(series, []) if (times := crossings(of))}
-                for series in SERIES
-            ]
-            if both := known[0].keys() & known[1].keys():
-                yield chart.name, max(both), known[0][max(both)], known[1][max(both)]
+            once, again = (
+                {entry.x: times for entry, of in lines.get(name, []) if (times := crossings(of))}
+                for name in SERIES
+            )
+            if both := once.keys() & again.keys():
+                yield chart.name, max(both), once[max(both)], again[max(both)]
 
     def sentences(self, data: FigureData) -> Iterator[str]:
         for name, n, once, again in self.repeated(data):
@@ -144,31 +140,27 @@ class Multicast(ByRows):
         "all of them takes the time of one; separate reads share the link."
     )
     claimed = "Paper: multicast makes the product 1.3 x as fast at N = 512. Here:"
-    shown = Quantity(LAUNCH.axis, LAUNCH.value, log=True)
+    shown = (replace(LAUNCH, log=True),)
     first = 0
 
     def charts(self, scope: Scope) -> list[Chart]:
         """The products, and whole decode steps of the first model."""
-        model = next(iter(scope.models))
+        name = f"{(model := next(iter(scope.models)))}, decode step"
 
-        def step(batch: int, without: tuple[str, ...]) -> Point:
-            return scope.step(model, batch, 0.1, transport="direct", without=without)
+        def entry(series: str, batch: int) -> Entry:
+            more = {"transport": "direct", "without": SERIES[series]}
+            return Entry(series, batch, scope.step(model, batch, 0.1, **more), 2)
 
-        name = f"{model}, decode step"
+        batches = (512,) if scope.quick else (256, 512, 1024)
         steps = Chart(
             name=name, title=f"{name}, 10% outside {scope.near}", x=f"batch: {ROWS}",
-            shown=[STEP], log_x=True,
-            entries=[
-                Entry(series, batch, step(batch, without), 2)
-                for batch in ((512,) if scope.quick else (256, 512, 1024))
-                for series, without in series_of(scope).items()
-            ],
+            shown=[STEP_LINEAR], log_x=True,
+            entries=[entry(series, n) for n in batches for series in series_of(scope)],
         )  # fmt: skip
         return [*super().charts(scope), steps]
 
     def sentences(self, data: FigureData) -> Iterator[str]:
-        for chart, n, gain in gains(data, WITH, WITHOUT):
-            yield f"{chart.name}: at most, at N = {n:,.0f}, {faster(gain, WITH, WITHOUT)}."
+        return compared(data, WITH, WITHOUT, "N = {:,.0f}")
 
     def here(self, data: FigureData) -> Iterator[str]:
         one, other = (data.times(data.charts[0], series) for series in SERIES)

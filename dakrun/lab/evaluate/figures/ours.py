@@ -26,56 +26,52 @@ class Ours(Figure):
     claimed = "Paper: no such figure."
 
     def charts(self, scope: Scope) -> list[Chart]:
-        series = [
-            ("direct", "direct", scope.remote),
-            ("staged", "staged", scope.remote),
-            (CHOICE, None, scope.remote),
-            *((f"direct, from {tier.name}", "direct", tier.name)
-              for tier in scope.profile.remote if tier.name != scope.remote),
-        ]  # fmt: skip
+        others = [tier.name for tier in scope.profile.remote if tier.name != scope.remote]
+        series = [(of, of, scope.remote) for of in ("direct", "staged")]
+        series += [(CHOICE, "", scope.remote)]
+        series += [(f"direct, from {tier}", "direct", tier) for tier in others]
+
+        def entry(model: str, name: str, transport: str, remote: str, ratio: float) -> Entry:
+            step = scope.step(model, 8, ratio, transport=transport or None, remote=remote)
+            return Entry(name, 100 * ratio, step, 2 if transport else 1)
+
+        ratios = [ratio for ratio in scope.some_ratios() if ratio]
         steps = [
             Chart(name=model, title=f"{model}, batch 8", x=scope.outside, shown=[STEP], root_x=True,
-                  entries=[
-                      Entry(name, 100 * ratio, scope.step(model, 8, ratio, transport=transport,
-                                                          remote=remote), 2 if transport else 1)
-                      for name, transport, remote in series
-                      for ratio in scope.some_ratios()
-                      if ratio
-                  ])
+                  entries=[entry(model, *of, ratio) for of in series for ratio in ratios])
             for model in scope.models
         ]  # fmt: skip
         requests, longest = (32, 64) if scope.quick else (256, 256)
         model = next(iter(scope.models))
-        files = [
-            FilePoint(
+
+        def file(ratio: float | None) -> FilePoint:
+            return FilePoint(
                 model=model, requests=requests, longest=longest, ratio=ratio, remote=scope.remote
             )
-            for ratio in RATIOS.values()
-        ]
+
         name = f"{model}, whole file"
-        file = Chart(
+        whole = Chart(
             name=name,
             title=f"{name}: {requests} requests, prompts and completions of 1 to {longest} tokens",
             x=f"ratio of bytes outside {scope.near}",
             shown=[RATE],
-            entries=[Entry(FILE, x, point, 2) for x, point in enumerate(files)],
+            entries=[Entry(FILE, x, file(ratio), 2) for x, ratio in enumerate(RATIOS.values())],
             categories=[label.format(scope.near) for label in RATIOS],
         )
-        return [*steps, file]
+        return [*steps, whole]
 
     def sentences(self, data: FigureData) -> Iterator[str]:
-        *steps, file = data.charts
-        near = data.scope.near
+        (*steps, whole), near = data.charts, data.scope.near
         for chart in steps:
             both = [dict(data.times(chart, name)) for name in ("direct", "staged")]
             alone = [(x, min(of[x] for of in both)) for x in both[0] if x in both[1]]
             if (gain := largest(data.times(chart, CHOICE), alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
                 yield f"{chart.name}: at most, at {gain[0]:.2g}% outside {near}, {clause}."
-        rates = {entry.x: result.tokens_per_s for entry, result in data.lines(file)[FILE]}
+        rates = {entry.x: result.tokens_per_s for entry, result in data.lines(whole)[FILE]}
         if (base := rates.get(0)) and (rate := rates.get(1)):
             yield (
-                f"{file.name}: {rate:,.0f} tokens/s with 10% outside {near}, "
+                f"{whole.name}: {rate:,.0f} tokens/s with 10% outside {near}, "
                 f"{factor(rate / base)} of all in {near}."
             )
 

@@ -4,7 +4,7 @@ Knows the shipped profile alone; measures nothing.
 """
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dakrun.hardware import load_profile
 from dakrun.lab.evaluate.scope import Scope
@@ -15,8 +15,7 @@ PERCENT = {(32, 1024): 6.0, (128, 256): 10.0, (128, 512): 37.0, (128, 1024): 60.
 NEW_TOKENS = 32  # with which the paper's ratios can be derived
 
 
-@dataclass(frozen=True)
-class RequiredRatio:
+class RequiredRatio(NamedTuple):
     """The ratio of bytes that must lie outside HBM for a batch of prompts, in percent.
 
     `paper` is the paper's, `mixed` that of GiB of weights and decimal GB of KV in 96, `decimal`
@@ -33,7 +32,26 @@ class RequiredRatio:
 @functools.cache
 def paper_ratios() -> tuple[RequiredRatio, ...]:
     """The paper's cases that do not fit in 96 GB, from the profile `gh200`."""
-    return tuple(_ratio(case, percent) for case, percent in PERCENT.items())
+    model = known_model(MODEL)
+    assert model is not None
+    machine = load_profile("gh200")
+    scope = Scope(models={MODEL: model}, profile=machine, remote="host", quick=False, predict=True)
+
+    def outside(needed: float) -> float:
+        return 100 * max(0.0, 1 - ROOM / needed)
+
+    found = []
+    for (batch, prompt), paper in PERCENT.items():
+        more = {"prompt_len": prompt, "new_tokens": NEW_TOKENS, "hbm_budget": ROOM}
+        plan = scope.plan(scope.step(MODEL, batch, None, **more))
+        kv = model.kv_bytes_per_token * batch * (prompt + NEW_TOKENS)
+        mixed, decimal = (
+            outside(plan.weight_bytes * 1e9 / 2**30 + kv),
+            outside(plan.weight_bytes + kv),
+        )
+        planned = 100 * plan.required_ratio
+        found.append(RequiredRatio(named((batch, prompt)), paper, mixed, decimal, planned))
+    return tuple(found)
 
 
 def counting() -> str:
@@ -52,29 +70,3 @@ def counting() -> str:
 def named(case: tuple[int, int]) -> str:
     """A batch and prompt length in words."""
     return f"{case[0]} x {case[1]:,}"
-
-
-def _ratio(case: tuple[int, int], paper: float) -> RequiredRatio:
-    batch, prompt = case
-    model = known_model(MODEL)
-    assert model is not None
-    scope = Scope(
-        models={MODEL: model}, profile=load_profile("gh200"), remote="host", quick=False,
-        predict=True,
-    )  # fmt: skip
-    plan = scope.plan(
-        scope.step(MODEL, batch, None, prompt_len=prompt, new_tokens=NEW_TOKENS, hbm_budget=ROOM)
-    )
-    kv = model.kv_bytes_per_token * batch * (prompt + NEW_TOKENS)
-    return RequiredRatio(
-        named(case),
-        paper,
-        mixed=_outside(plan.weight_bytes * 1e9 / 2**30 + kv),
-        decimal=_outside(plan.weight_bytes + kv),
-        planned=100 * plan.required_ratio,
-    )
-
-
-def _outside(needed: float) -> float:
-    """The percent of `needed` bytes that do not fit in ROOM."""
-    return 100 * max(0.0, 1 - ROOM / needed)

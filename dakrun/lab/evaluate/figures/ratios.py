@@ -37,68 +37,59 @@ class Ratios(Figure):
         return [self._chart(model, scope) for model in scope.models]
 
     def _chart(self, model: str, scope: Scope) -> Chart:
-        ratios = scope.ratios() if self.batch_size < 64 else scope.some_ratios()
-        telling = {0.0, round(scope.turning_point, 4), 0.1}
-        entries = [
-            Entry(
-                transport,
-                100 * ratio,
-                scope.step(model, self.batch_size, ratio, transport=transport if ratio else None),
-                0 if ratio in telling and transport == "direct" else 1,
-            )
-            for transport in TRANSPORTS
-            for ratio in ratios
-        ] + [
-            Entry(rival, 100 * ratio, scope.step(model, self.batch_size, ratio, by=rival), rank)
+        batch, telling = self.batch_size, {0.0, round(scope.turning_point, 4), 0.1}
+
+        def entry(transport: str, ratio: float) -> Entry:
+            step = scope.step(model, batch, ratio, transport=transport if ratio else None)
+            return Entry(transport, 100 * ratio, step,
+                         0 if ratio in telling and transport == "direct" else 1)  # fmt: skip
+
+        ratios = scope.ratios() if batch < 64 else scope.some_ratios()
+        entries = [entry(transport, ratio) for transport in TRANSPORTS for ratio in ratios]
+        entries += [
+            Entry(rival, 100 * ratio, scope.step(model, batch, ratio, by=rival), rank)
             for rival, ratio, rank in self.rivals(scope)
         ]
-        ideal, prefetch = bounds(model, self.batch_size, scope)
-        lines = {"ideal: HBM and link together": ideal,
-                 "bound of prefetching: all bytes through HBM": prefetch}  # fmt: skip
-        shown = [
+        names = "ideal: HBM and link together", "bound of prefetching: all bytes through HBM"
+        lines = list(zip(names, bounds(model, batch, scope), strict=True))
+        eb, step = (
             replace(quantity, lines=[
                 Series(name=name, kind="line", points=[(x, scale * of[which]) for x, *of in bound])
-                for name, bound in lines.items()
+                for name, bound in lines
             ])
             for quantity, which, scale in ((EB, 0, 1e-9), (STEP, 1, 1e3))
-        ]  # fmt: skip
-        shown.insert(1, replace(shown[0], title=f": the first {NEAR}%", until=NEAR))
-        return Chart(
-            name=model, title=f"{model}, batch {self.batch_size}", x=scope.outside, shown=shown,
-            entries=entries, root_x=True,
         )  # fmt: skip
+        near = replace(eb, title=f": the first {NEAR}%", until=NEAR)
+        return Chart(name=model, title=f"{model}, batch {batch}", x=scope.outside, root_x=True,
+                     shown=[eb, near, step], entries=entries)  # fmt: skip
 
     def rivals(self, scope: Scope) -> Iterator[tuple[str, float, int]]:
         """(rival, ratio, rank)."""
         return iter(())
 
     def sentences(self, data: FigureData) -> Iterator[str]:
+        near = data.scope.near
         for chart in data.charts:
             direct, staged = (data.times(chart, name) for name in TRANSPORTS)
-            base, best, model = at(direct, 0.0), fastest(direct), chart.name
-            if best is None:
+            if (best := fastest(direct)) is None:
                 continue
-            x, time = best[0], format_seconds(best[1])
+            base, least, x = at(direct, 0.0), format_seconds(best[1]), best[0]
             if base is None:
-                yield (
-                    f"{model}: not all in {data.scope.near}; fastest read in place with {x:.2g}% "
-                    f"outside, {time}."
-                )
+                said = f"not all in {near}; fastest read in place with {x:.2g}% outside, {least}"
             elif x > 0 and base / best[1] > 1.005:
-                yield (
-                    f"{model}: fastest with {x:.2g}% outside {data.scope.near} and read in place, "
-                    f"{time}, {factor(base / best[1])} as fast as all in {data.scope.near} "
-                    f"({format_seconds(base)})."
+                said = (
+                    f"fastest with {x:.2g}% outside {near} and read in place, {least}, "
+                    f"{factor(base / best[1])} as fast as all in {near} ({format_seconds(base)})"
                 )
             else:
-                yield f"{model}: fastest with everything in {data.scope.near}, {time}."
-            there, copied = at(direct, 10.0), at(staged, 10.0)
-            if there and copied:
+                said = f"fastest with everything in {near}, {format_seconds(base)}"
+            yield f"{chart.name}: {said}."
+            if (there := at(direct, 10.0)) and (copied := at(staged, 10.0)):
                 clause = faster(copied / there, "reading in place", "copying ahead")
                 times = f"{format_seconds(there)}, {format_seconds(copied)}"
                 yield f"With 10% outside, {clause} ({times})."
-            if (x_ := crossing(direct, staged)) is not None:
-                where = f"From about {x_:.2g}% on" if x_ >= 0.05 else "At every ratio"
+            if (least_x := crossing(direct, staged)) is not None:
+                where = f"From about {least_x:.2g}% on" if least_x >= 0.05 else "At every ratio"
                 yield f"{where}, copies are faster."
             for rival, (x, gain) in self.of_rivals(data, chart).items():
                 yield f"At {x:.2g}%, {faster(gain, 'dakrun', rival)}."
@@ -172,20 +163,17 @@ class SmallBatch(Ratios):
 
     def here(self, data: FigureData) -> Iterator[str]:
         most: dict[str, list[float]] = {}
-        rates = []
         for chart in data.charts:
             curve = data.times(chart, "direct")
             if (base := at(curve, 0.0)) and (best := fastest(curve)):
                 most.setdefault(f"all in {data.scope.near}", []).append(base / best[1])
             for name, (_, gain) in self.of_rivals(data, chart).items():
                 most.setdefault(name, []).append(gain)
-            rates += [
-                f"EB of {chart.name} at 10% {format_rate(result.eb)}"
-                for entry, result in data.lines(chart).get("direct", [])
-                if math.isclose(entry.x, 10) and result.eb
-            ]
         yield from (f"{factor(max(of))} as fast as {name}" for name, of in most.items())
-        yield from rates
+        for chart in data.charts:
+            for entry, result in data.lines(chart)["direct"]:
+                if math.isclose(entry.x, 10) and result.eb:
+                    yield f"EB of {chart.name} at 10% {format_rate(result.eb)}"
 
 
 class LargeBatch(Ratios):
