@@ -296,7 +296,7 @@ def test_ticks_cover_figure_8_and_its_first_12_percent_have_a_picture_of_their_o
     whole, part, _, *_ = fig8.data(scope, results_of(fig8, scope)).panels()
     assert part.title == f"{whole.title}: the first 12%"
     assert max(x for series in part.series for x, _ in series.points) == 12
-    ticks = [float(text) for text in re.findall(r'middle" >(\d+)</text>', drawn(whole))]
+    ticks = [float(text) for text in re.findall(r'middle">(\d+)</text>', drawn(whole))]
     assert ticks[0] == 0 and ticks[-1] == 100 and len(ticks) >= 8
 
 

@@ -7,7 +7,6 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 
 from dakrun.lab.panel import Panel, Series
@@ -23,7 +22,7 @@ MARKERS = (
     "m0-5l5 5l-5 5l-5-5z", "m0 4.5l4.5-8h-9z", "m-1.5-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
     "m-4.5 0l4.5-2l4.5 2l-4.5 2z", "m-2-4.5h4v9h-4z",
 )  # fmt: skip
-DASHES = ("2 3", "8 3 2 3", "9 4", "6 2 1 2 1 2")  # of bounds
+DASHES = ("2 3", "8 3 2 3", "9 4")  # of bounds
 ROOT_TICKS = (0, 1, 2, 5, 10, 20, 40, 60, 80, 100)
 
 
@@ -83,140 +82,107 @@ class Picture:
     """The SVG of one panel."""
 
     def __init__(self, panel: Panel) -> None:
-        self.panel = panel
-        names = dict.fromkeys(of.name for of in panel.series if of.kind != "line")
-        self.order = {name: place for place, name in enumerate(names)}
-        self.bounds = [of for of in panel.series if of.kind == "line"]
-        self.missing = [of for of in panel.series if of.kind == "missing" and panel.usable(of)]
+        self.panel, self.bars = panel, bool(panel.categories)
         self.drawn = [(of, panel.usable(of)) for of in panel.series if of.kind != "missing"]
+        self.missing = [of for of in panel.series if of.kind == "missing" and panel.usable(of)]
         self.marks = [(x, text) for x, text in panel.marks if x > 0 or not panel.log_x]
-        self.bottom = HEIGHT + ROW * (1 if panel.categories else len(self.missing)) * bool(
-            self.missing
-        )
-
-    @cached_property
-    def x(self) -> Axis:
-        """The axis along the panel; categories are 1 apart."""
-        panel = self.panel
-        if panel.categories:
-            return Axis(-0.5, len(panel.categories) - 0.5, float)
-        values = [x for of in panel.series for x, _ in panel.usable(of)]
-        return axis_of([*values, *(x for x, _ in self.marks)], log=panel.log_x, root=panel.root_x)
-
-    @cached_property
-    def y(self) -> Axis:
-        """The axis upwards; the lowest bar has a height on a logarithmic one too."""
-        values = [y for _, points in self.drawn for _, y in points]
-        if values and self.panel.log_y and self.panel.categories:
-            values.append(min(values) / 2)
-        return axis_of(values, log=self.panel.log_y)
+        self.order, self.bounds = (
+            {name: place for place, name in enumerate(dict.fromkeys(
+                of.name for of in panel.series if (of.kind == "line") == is_bound))}
+            for is_bound in (False, True)
+        )  # fmt: skip
+        rows = min(len(self.missing), 1) if self.bars else len(self.missing)
+        self.bottom, self.slot = HEIGHT + ROW * rows, GROUP / max(len(self.order), 1)
+        places = [x for of in panel.series for x, _ in panel.usable(of)]
+        places += [x for x, _ in self.marks]
+        heights = [y for _, points in self.drawn for _, y in points]
+        if heights and panel.log_y and self.bars:
+            heights.append(min(heights) / 2)  # the lowest bar has a height too
+        self.y = axis_of(heights, log=panel.log_y)
+        self.x = axis_of(places, log=panel.log_x, root=panel.root_x)
+        if self.bars:  # categories are 1 apart
+            self.x = Axis(-0.5, len(panel.categories) - 0.5, float)
 
     def svg(self) -> str:
         """The picture, described in words for those who cannot see it."""
-        panel, names = self.panel, ", ".join(dict.fromkeys(of.name for of in self.panel.series))
-        below, labels = self._places()
-        parts = [*self._grid(), *labels]
+        panel, any_drawn = self.panel, any(points for _, points in self.drawn)
+        parts = [f'<path class="axis" d="M0 0V{self.bottom}H{ACROSS}"/>']
+        for tick in self.y.ticks() if any_drawn else []:
+            parts.append(f'<path class="grid" d="M0 {self._y(tick)}H{ACROSS}"/>')
+            parts.append(_text(-6, self._y(tick) + 4, number(tick), "end"))
         for place, (x, _) in enumerate(self.marks):
             parts.append(f'<path class="mark" d="M{self._x(x)} 0V{self.bottom}"/>')
             parts.append(_text(self._x(x), -4 - LINE * (place % 2), LETTERS[place]))
-        parts += self._data()
-        top = 8 + LINE * min(len(self.marks), 2)
-        if not any(points for _, points in self.drawn):
+        parts += [*self._places(), *self._data()]
+        if not any_drawn:
             text = "no point has a value" if self.missing else "nothing measured yet"
             parts.append(_text(ACROSS / 2, HEIGHT / 2, text))
+        lines = max((len(self._wrap(name)) for name in panel.categories), default=1)
+        top = 8 + LINE * min(len(self.marks), 2)
+        box = f"{-LEFT} {-top} {WIDTH} {top + self.bottom + LINE * lines + 6}"
+        names = ", ".join(dict.fromkeys(of.name for of in panel.series))
         label = escape(f"{panel.title}: {panel.y} against {panel.x}; {names}")
-        box = f"{-LEFT} {-top} {WIDTH} {top + self.bottom + below:.0f}"
         return f'<svg role="img" aria-label="{label}" viewBox="{box}">{"".join(parts)}</svg>'
 
     def legend(self) -> Iterator[str]:
         """List items: the letters of marks with their texts, samples of series with their names."""
         for letter, (_, text) in zip(LETTERS, self.marks, strict=False):
             yield f'<li><b class="key">{letter}</b>{escape(text)}</li>'
-        texts: dict[str, Series] = {}
-        for series in [*(of for of, points in self.drawn if points), *self.missing]:
-            text = series.name
-            if series.kind == "predicted" and "predicted" not in text:
-                text += ", predicted"
-            if series.kind == "missing" and series.note.startswith(text):
-                text = series.note
-            elif series.kind == "missing":
-                text += f": {series.note or 'missing'}"
-            texts.setdefault(text, series)
+        notes = {"predicted": ", predicted"}
+        texts = {
+            of.name + (f": {of.note}" if of.kind == "missing" else notes.get(of.kind, "")): of
+            for of in [*(of for of, points in self.drawn if points), *self.missing]
+        }
         for text, series in texts.items():
             sample = self._line(series, [(0, 7), (32, 7)]) + self._markers(series, [(16, 7)])
             image = f'<svg class="key" viewBox="0 0 32 14" aria-hidden="true">{sample}</svg>'
             yield f"<li>{image}{escape(text)}</li>"
 
-    def _grid(self) -> Iterator[str]:
-        for tick in self.y.ticks() if any(points for _, points in self.drawn) else []:
-            yield f'<path class="grid" d="M0 {self._y(tick)}H{ACROSS}"/>'
-            yield _text(-6, self._y(tick) + 4, number(tick), "end")
-        yield f'<path class="axis" d="M0 0V{self.bottom}H{ACROSS}"/>'
+    def _places(self) -> Iterator[str]:
+        """Texts below the axes: categories, or ticks whose numbers do not overlap.
 
-    def _places(self) -> tuple[float, list[str]]:
-        """The height below the axes, and the texts there: ticks or categories."""
-        names = self.panel.categories
-        if not names:
-            return LINE + 6, list(self._ticks())
-        room = ACROSS / len(names) / LETTER - 1
-        if any(len(word) > room for name in names for word in name.split()):
-            short = [textwrap.shorten(name, 24, placeholder=" …") for name in names]
-            turn = 'transform="rotate(-40 {0} {1})"'
-            spots = [
-                (round(self._x(place) + 4, 1), self.bottom + 14) for place in range(len(names))
-            ]
-            labels = [
-                _text(*spot, name, "end", turn.format(*spot))
-                for name, spot in zip(short, spots, strict=True)
-            ]
-            return 24 + 4.3 * max(map(len, short)), labels
-        wrapped = [textwrap.wrap(name, max(int(room), 1)) for name in names]
-        labels = [
-            _text(self._x(place), self.bottom + LINE * (row + 1), line)
-            for place, lines in enumerate(wrapped)
-            for row, line in enumerate(lines)
-        ]
-        return LINE * max(map(len, wrapped)) + 6, labels
-
-    def _ticks(self) -> Iterator[str]:
-        """Ticks of x whose numbers do not overlap: all places of a logarithmic axis with few."""
+        A logarithmic axis with few places has its ticks there.
+        """
+        for place, name in enumerate(self.panel.categories):
+            for row, line in enumerate(self._wrap(name)):
+                yield _text(self._x(place), self.bottom + LINE * (row + 1), line)
         places = sorted({x for of, points in self.drawn if of.kind != "line" for x, _ in points})
-        exact = self.panel.log_x and 1 < len(places) <= 10
-        end = -math.inf
-        for tick in places if exact else self.x.ticks():
+        exact, end = self.panel.log_x and 1 < len(places) <= 10, -math.inf
+        for tick in [] if self.bars else places if exact else self.x.ticks():
             x, half = self._x(tick), LETTER * len(number(tick)) / 2
             yield f'<path class="grid" d="M{x} 0V{self.bottom}"/>'
             if x - half > end:
                 yield _text(x, self.bottom + LINE, number(tick))
                 end = x + half + 3
 
+    def _wrap(self, name: str) -> list[str]:
+        return textwrap.wrap(name, max(int(ACROSS / len(self.panel.categories) / LETTER) - 1, 1))
+
     def _data(self) -> Iterator[str]:
-        slot = GROUP / max(len(self.order), 1)
-        bars = bool(self.panel.categories)
-
-        def middle(series: Series) -> float:
-            return slot * (self.order[series.name] + 0.5) - GROUP / 2 if bars else 0.0
-
         for series, points in self.drawn:
-            if series.kind == "line" and bars:
-                ends = [[(x - 0.47, y), (x + 0.47, y)] for x, y in points]
-                yield from (self._line(series, list(map(self._spot, pair))) for pair in ends)
-                continue
-            if bars:
-                width = round(ACROSS / len(self.panel.categories) * slot - 1, 1)
-                for x, y in points:
-                    left, height = self._x(x + middle(series)) - width / 2, self._y(y)
-                    yield (
-                        f'<rect class="{self._look(series)}" x="{left:.1f}" y="{height}" '
-                        f'width="{width}" height="{max(HEIGHT - height, 0):.1f}"/>'
-                    )
+            spots = [(self._x(x + self._shift(series)), self._y(y)) for x, y in points]
+            if not self.bars:
+                yield self._line(series, spots)
+            elif series.kind == "line":  # across each group
+                half = ACROSS / len(self.panel.categories) / 2 - 2
+                yield from (self._line(series, [(x - half, y), (x + half, y)]) for x, y in spots)
             else:
-                yield self._line(series, list(map(self._spot, points)))
-            yield self._markers(series, [self._spot((x + middle(series), y)) for x, y in points])
+                width = round(ACROSS / len(self.panel.categories) * self.slot - 1, 1)
+                yield from (
+                    f'<rect class="{self._look(series)}" x="{x - width / 2:.1f}" y="{y}" '
+                    f'width="{width}" height="{max(HEIGHT - y, 0):.1f}"/>'
+                    for x, y in spots
+                )
+            yield self._markers(series, spots)
         for row, series in enumerate(self.missing):
-            height = HEIGHT + ROW * (0.5 if bars else row + 0.5)
-            places = [x + middle(series) for x, _ in self.panel.usable(series)]
+            height = HEIGHT + ROW * (0.5 if self.bars else row + 0.5)
+            places = [x + self._shift(series) for x, _ in self.panel.usable(series)]
             yield self._markers(series, [(self._x(x), height) for x in places])
+
+    def _shift(self, series: Series) -> float:
+        """From the middle of a group to the middle of the series' bar."""
+        place = self.order.get(series.name) if self.bars else None
+        return 0.0 if place is None else self.slot * (place + 0.5) - GROUP / 2
 
     def _look(self, series: Series) -> str:
         """The classes of a series in the style sheet."""
@@ -225,12 +191,10 @@ class Picture:
     def _line(self, series: Series, spots: Sequence[tuple[float, float]]) -> str:
         if series.kind == "missing" or not spots:
             return ""
-        dash = ""
+        path, dash = "L".join(f"{x} {y}" for x, y in spots), ""
         if series.kind == "line":
-            names = list(dict.fromkeys(of.name for of in self.bounds))
-            dash = f' stroke-dasharray="{DASHES[names.index(series.name) % len(DASHES)]}"'
-        path = "L".join(f"{x} {y}" for x, y in spots)
-        return f'<path class="{self._look(series)} l"{dash} d="M{path}"/>'
+            dash = f'stroke-dasharray="{DASHES[self.bounds[series.name] % len(DASHES)]}"'
+        return f'<path class="{self._look(series)} l" {dash} d="M{path}"/>'
 
     def _markers(self, series: Series, spots: Sequence[tuple[float, float]]) -> str:
         if series.kind == "line" or not spots:
@@ -245,14 +209,11 @@ class Picture:
     def _y(self, value: float) -> float:
         return round(HEIGHT * (1 - self.y(value)), 1)
 
-    def _spot(self, point: tuple[float, float]) -> tuple[float, float]:
-        return self._x(point[0]), self._y(point[1])
-
 
 def number(value: float) -> str:
     """A tick's text."""
     return f"{value + 0.0:,.6g}"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
