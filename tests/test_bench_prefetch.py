@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
-from dakrun.lab.chain import captured
+from dakrun.lab.chain import recorded
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model
 from dakrun.lab.rivals.prefetch import Prefetch, built, offloaded, spread, tier_bytes
 from dakrun.lab.rivals.steps import Step
@@ -172,7 +172,9 @@ def test_steps_in_a_graph_equal_those_of_the_resident_model(name: str, count: in
 
             each.register_forward_hook(keep)
             step = Step(each, prompt, 40)  # whose tensors the graph uses
-            graph = captured(step)
+            step()  # loads kernels
+            torch.cuda.synchronize()
+            graph = recorded(step)
             logits.append([])
             for _ in range(20):
                 graph.replay()

@@ -18,13 +18,6 @@ LOAD_SECONDS = 0.4  # until the clocks have settled at the power limit
 Launch = Callable[[int], object]  # launches with the operand of that number
 
 
-def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `launch`, which first runs once, eagerly, to load its kernels."""
-    launch()
-    torch.cuda.synchronize()
-    return recorded(launch)
-
-
 def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `launch`, whose kernels are loaded already."""
     graph = torch.cuda.CUDAGraph()
@@ -36,9 +29,12 @@ def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
 def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:
     """Seconds of a CUDA graph of `launch` in each of `runs` replays, after as many to warm up.
 
-    `new` says that its kernels may not be loaded yet. Unsteady samples are measured once more.
+    If its kernels may be `new`, a launch loads them first. Unsteady samples are measured once more.
     """
-    graph = captured(launch) if new else recorded(launch)
+    if new:
+        launch()
+        torch.cuda.synchronize()
+    graph = recorded(launch)
 
     def samples() -> list[float]:
         return [_replayed(graph) for _ in range(runs)]
@@ -65,14 +61,10 @@ def seconds_round_robin(
     A round replays every chain once, so that changing clocks affect all of them alike. With `load`,
     rounds first run for LOAD_SECONDS.
     """
-    lengths = [_length(*chain) for chain in chains]
-    graphs = [
-        recorded(_chain(*chain, length)) for chain, length in zip(chains, lengths, strict=True)
-    ]
+    graphs = [(recorded(_chain(*chain, n)), n) for chain in chains for n in [_length(*chain)]]
 
     def one_round() -> list[float]:
-        times = [_replayed(graph) for graph in graphs]
-        return [seconds / length for seconds, length in zip(times, lengths, strict=True)]
+        return [_replayed(graph) / length for graph, length in graphs]
 
     start = time.perf_counter()
     one_round()

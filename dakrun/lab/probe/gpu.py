@@ -17,7 +17,7 @@ from dakrun.geometry import SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
 from dakrun.kernels import Variant, runtime, variants
 from dakrun.kernels.runtime import compiling, held_card
-from dakrun.lab.ceilings import KIB, fitting, ring_for
+from dakrun.lab.ceilings import KIB, Ring, fitting, ring_for
 from dakrun.lab.memory import fill_bytes, reader
 from dakrun.lab.probe import congestion, gemm_costs, sweeps
 from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
@@ -55,6 +55,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
     sizes = buffer_sizes(effort, free, host_memory, peers)
+    capacities = {"host": int(HOST_FRACTION * host_memory)}  # that plans may use
+    capacities |= {f"peer:{gpu}": torch.cuda.mem_get_info(gpu)[1] for gpu in peers}
     card, arch = runtime.card_of(device), runtime.architecture(device.index)
     needed = measured_variants(effort, card)
     with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
@@ -68,8 +70,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         compute = {dtype: probe.compute_rate(dtype) for dtype in DTYPES}
         compiled()  # wait: compilation overlapped with measurements of the GPU alone
         remote = [
-            probe.remote_tier(tier, buffer, _capacity(tier, host_memory))
-            for tier, buffer in buffers.items()
+            probe.remote_tier(tier, buffer, capacities[tier]) for tier, buffer in buffers.items()
         ]
         together = probe.peers_together(buffers)
         costs = probe.kernels(compute["float16"])
@@ -84,7 +85,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     arithmetic = "cuBLAS for float32 only, as it is not held," if held_card() else "cuBLAS"
     return HardwareProfile(
         name=name,
-        description=description(remote),
+        description=f"{runtime.gpu_name()}, host memory over PCIe"
+        + (f", {len(peers)} peer GPU{'s' * (len(peers) > 1)}" if peers else ""),
         provenance=provenance(
             f"bulk copies into shared memory, copy engine, {arithmetic} of torch "
             f"{torch.__version__}, chains of dakrun's kernels in CUDA graphs; random data",
@@ -116,9 +118,7 @@ class GpuProbe:
         self.sweeps: dict[str, Sweep] = {"hbm": hbm}
         if bench.effort.l2_bytes:
             self.sweeps["l2"] = sweeps.l2_sweep(bench)
-        every = (row for row in hbm.rows if row[0] == bench.sms)
-        _, chunk, stages, *_ = max(every, key=lambda row: row[hbm.columns.index("bytes_per_s")])
-        self.ring = (int(chunk), int(stages))
+        _, self.ring = fastest([row for row in hbm.rows if row[0] == bench.sms])
         self.hbm_rate = self.log.measure(
             "HBM read", "B/s", lambda: bench.alone(reader(bench.hbm, bench.sms, self.ring))
         )
@@ -127,10 +127,7 @@ class GpuProbe:
         """Measure a remote tier of `capacity` bytes and choose its congestion window."""
         bench, log = self.bench, self.log
         direct = self.sweeps[f"{tier} direct"] = sweeps.direct_sweep(bench, buffer)
-        sms, chunk, stages, *_ = max(
-            direct.rows, key=lambda row: row[direct.columns.index("bytes_per_s")]
-        )
-        best = reader(buffer, int(sms), (int(chunk), int(stages)))
+        best = reader(buffer, *fastest(direct.rows))
         link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
         grid = self.sweeps[f"{tier} congestion"] = sweeps.congestion_sweep(bench, buffer, self.ring)
         points = [
@@ -148,7 +145,16 @@ class GpuProbe:
         window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
         rate = log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
         log.measure(f"HBM read beside {tier}, {window}", "B/s", lambda: bench.readings(*readers)[1])
-        self._sharing(tier, buffer, link_rate)
+        sharing: dict[str, tuple[Callable[..., Sweep], str]] = {
+            "amplification": (sweeps.amplification_sweep, "8 readers of each chunk")
+        }
+        if bench.card.clusters:
+            cast = partial(sweeps.multicast_sweep, link_rate=link_rate)
+            sharing["multicast"] = (cast, "multicast to 8")
+        for kind, (measured, name) in sharing.items():
+            sweep = self.sweeps[f"{tier} {kind}"] = measured(bench, buffer)
+            delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
+            log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], bench.effort.runs)
         return RemoteTier(
             name=tier,
             capacity_bytes=capacity,
@@ -158,32 +164,13 @@ class GpuProbe:
             sms=chosen.sms,
         )
 
-    def _sharing(self, tier: str, buffer: torch.Tensor, link_rate: float) -> None:
-        """Measure several readers of the same bytes, also with multicast where there is that."""
-        found = {"amplification": "8 readers of each chunk"}
-        shared = sweeps.amplification_sweep(self.bench, buffer)
-        self.sweeps[f"{tier} amplification"] = shared
-        if self.bench.card.clusters:
-            cast = sweeps.multicast_sweep(self.bench, buffer, link_rate)
-            self.sweeps[f"{tier} multicast"] = cast
-            found["multicast"] = "multicast to 8"
-        for kind, name in found.items():
-            sweep = self.sweeps[f"{tier} {kind}"]
-            delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
-            runs = self.bench.effort.runs
-            self.log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], runs)
-
     def _staged_rate(self, tier: str, buffer: torch.Tensor) -> float:
         """Bytes/s of staging: copies into HBM while HBM is read. Logs copies both ways as well."""
         bench, log = self.bench, self.log
         local = bench.hbm[: buffer.numel() // 2]
-        remote = buffer[: local.numel()]
-        alone = log.measure(
-            f"{tier} to HBM, copy engine", "B/s", lambda: sweeps.copy_rates(bench, local, remote)
-        )
-        log.measure(
-            f"HBM to {tier}, copy engine", "B/s", lambda: sweeps.copy_rates(bench, remote, local)
-        )
+        remote, copies = buffer[: local.numel()], partial(sweeps.copy_rates, bench)
+        alone = log.measure(f"{tier} to HBM, copy engine", "B/s", partial(copies, local, remote))
+        log.measure(f"HBM to {tier}, copy engine", "B/s", partial(copies, remote, local))
         copied, read = sweeps.staging_rates(bench, local, remote, alone, self.ring)
         log.add(f"HBM read beside copies from {tier}", "B/s", read)
         return log.add(f"{tier} to HBM, copy engine while HBM is read", "B/s", copied)
@@ -197,11 +184,10 @@ class GpuProbe:
         (ring,) = fitting([(16 * KIB, 8)], self.bench.card)
         readers = [reader(peer, min(ctas, 32), ring) for peer in peers]
 
-        def together() -> list[float]:
-            runs = zip(*self.bench.readings(*readers), strict=True)
-            return [sum(rates) for rates in runs]
-
-        return self.log.measure(f"{len(peers)} peers together", "B/s", together)
+        return self.log.measure(
+            f"{len(peers)} peers together", "B/s",
+            lambda: list(map(sum, zip(*self.bench.readings(*readers), strict=True))),
+        )  # fmt: skip
 
     def launches(self) -> None:
         """Measure ops that only read, and empty launches."""
@@ -261,6 +247,12 @@ class GpuProbe:
         return ComputeRate(peak=peak, measured=congestion.arithmetic_rates(points))
 
 
+def fastest(rows: Sequence[Sequence[float]]) -> tuple[int, Ring]:
+    """CTAs and ring of the row with the highest rate; rows are (ctas, chunk, stages, rate, ...)."""
+    ctas, chunk, stages, *_ = max(rows, key=lambda row: row[3])
+    return int(ctas), (int(chunk), int(stages))
+
+
 def _peers(device: int, nbytes: int) -> list[int]:
     """The GPUs whose memory `device` can read and that have `nbytes` free."""
     return [
@@ -272,13 +264,6 @@ def _peers(device: int, nbytes: int) -> list[int]:
     ]
 
 
-def _capacity(tier: str, host_memory: int) -> int:
-    """Bytes of a remote tier that a plan may use."""
-    if tier == "host":
-        return int(HOST_FRACTION * host_memory)
-    return int(torch.cuda.mem_get_info(int(tier.removeprefix("peer:")))[1])
-
-
 def measured_variants(effort: Effort, card: Card) -> list[Variant]:
     """The kernel variants that are measured on `card`."""
     most = min(few_rows(card), SPLITK_MAX_ROWS)
@@ -286,10 +271,3 @@ def measured_variants(effort: Effort, card: Card) -> list[Variant]:
     formats = (PACKED16, *QUANTIZED_FORMATS.values())
     needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM, formats=formats)
     return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]
-
-
-def description(remote: Sequence[RemoteTier]) -> str:
-    """The machine in one line."""
-    peers = [tier.name for tier in remote if tier.name.startswith("peer")]
-    text = f"{runtime.gpu_name()}, host memory over PCIe"
-    return text + (f", {len(peers)} peer GPU{'s' if len(peers) > 1 else ''}" if peers else "")

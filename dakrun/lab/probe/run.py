@@ -66,21 +66,18 @@ def device_name(device: Device) -> str:
     return gpu_name()
 
 
-def default_name(device: Device) -> str:
-    """The default name of a profile of `device`, such as measured-nvidia-h200."""
-    measured = device_name(device) if device == "cuda" else "cpu"
-    return "measured-" + re.sub(r"[^a-z0-9]+", "-", measured.lower()).strip("-")
-
-
 def target(output: str | None, name: str | None, device: Device) -> Path:
     """The file of a profile called `name`: `output`, or else one in the cache folder.
 
-    Without a name, the profile is called like the file or the device. Raises UsageError, before
-    anything is measured, if the profile could not be saved there or found again.
+    Without a name, the profile is called like the file or the device, such as
+    measured-nvidia-h200. Raises UsageError, before anything is measured, if the profile could not
+    be saved there or found again.
     """
     stem = name
     if stem is None:
-        stem = Path(output).stem if output else default_name(device)
+        measured = device_name(device) if device == "cuda" else "cpu"
+        stem = "measured-" + re.sub(r"[^a-z0-9]+", "-", measured.lower()).strip("-")
+        stem = Path(output).stem if output else stem
     if not re.fullmatch(r"\w[\w.-]*", stem):
         raise UsageError(f"a profile cannot be called {stem!r}", hint="use letters, digits and -")
     if output is None:
