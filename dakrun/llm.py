@@ -19,7 +19,7 @@ from dakrun.engine.build import build_runner, runs_on_kernels, why_plain_torch
 from dakrun.engine.engine import Engine
 from dakrun.engine.machine_planner import MachinePlanner
 from dakrun.engine.offline import OfflineCalls
-from dakrun.engine.runner import Runner, gpu_errors
+from dakrun.engine.runner import gpu_errors
 from dakrun.engine.unfinished import Unfinished
 from dakrun.errors import (
     CannotRun,
@@ -203,8 +203,15 @@ class LLM(OfflineCalls):
         """Load the plan's weights and make the engine; on an error nothing stays allocated."""
         self.load_s -= time.perf_counter()
         try:
-            with gpu_errors():
-                runner = self._load(self._directory)
+            directory = self._directory
+            files = Checkpoint(directory) if directory else nullcontext(Dummy())
+            with gpu_errors(), files as source:
+                source.check(decoder_of(self.config))
+                capacities = tier_capacities(
+                    self.plan, packed=runs_on_kernels(self.plan, self.device)
+                )
+                self._tiers = allocate_tiers(capacities, self.device, self._on_allocate)
+                runner = build_runner(source, self.plan, self._tiers, self.device, self._on_load)
                 self._engine = Engine(
                     runner,
                     self.plan,
@@ -251,15 +258,6 @@ class LLM(OfflineCalls):
             "other programs on the GPU",
             missing=problem.missing,
         )
-
-    def _load(self, directory: Path | None) -> Runner:
-        """The runner, with the weights of the checkpoint in `directory`, or random ones."""
-        packed = runs_on_kernels(self.plan, self.device)
-        with Checkpoint(directory) if directory else nullcontext(Dummy()) as source:
-            source.check(decoder_of(self.config))
-            capacities = tier_capacities(self.plan, packed=packed)
-            self._tiers = allocate_tiers(capacities, self.device, self._on_allocate)
-            return build_runner(source, self.plan, self._tiers, self.device, self._on_load)
 
 
 def _device(name: str) -> torch.device:

@@ -121,10 +121,10 @@ def test_a_gpu_that_another_program_fills_is_planned_for_once_more() -> None:
         taken = []
 
         class Slower(LLM):
-            def _load(self, *args: Any) -> Any:
+            def _start(self) -> None:
                 if not taken:
                     taken.append(torch.empty(GIB, dtype=torch.uint8, device="cuda"))
-                return super()._load(*args)
+                super()._start()
 
         with Slower("opt-6.7b", load_format="dummy", batch_size=2, max_model_len=256) as llm:
             assert "ran out" in llm.replanned or "needs" in llm.replanned

@@ -1,9 +1,9 @@
 """Prompt files in, result files out.
 
-In: reader.py has the way of a row. lines.py reads lines, input_rows.py rows. look_ahead.py puts the
-longest rows first, by the estimates of lengths.py, and keeps their content on disk (spool.py).
-row_parser.py turns rows into Requests, in the formats of native_rows.py and openai_rows.py
-(messages.py has chats, json_rows.py shared checks, neutral.py values that change nothing).
+In: reader.py has the way of a row. lines.py reads lines, input_rows.py makes rows of them, and
+Requests of rows in the formats of native_rows.py and openai_rows.py (messages.py has chats,
+json_rows.py shared checks, neutral.py values that change nothing). look_ahead.py puts the longest
+rows first, by the estimates of lengths.py, and keeps their content on disk (spool.py).
 prompts.py says which prompts a model accepts, python_prompts.py makes requests of prompts of the
 Python API, row_check.py checks rows before a run. gzip_files.py knows gzip, parquet_files.py
 Parquet (arrow.py has its columns).
@@ -24,6 +24,7 @@ thoughts that they begin with. request.py holds the shared types. README.md desc
 from dakrun.requests.continuation import Continuation
 from dakrun.requests.files import same_file
 from dakrun.requests.fingerprint import fingerprint_path, make_fingerprint
+from dakrun.requests.input_rows import AheadRow, own_id, parse_row
 from dakrun.requests.lengths import PromptStarts, RowLengths
 from dakrun.requests.native_rows import error_row
 from dakrun.requests.parquet_files import ParquetOutput, is_parquet
@@ -42,7 +43,6 @@ from dakrun.requests.request import (
 )
 from dakrun.requests.row_check import EstimatedRules, RowCheck, check_rows
 from dakrun.requests.row_digests import InputRow, digests_path
-from dakrun.requests.row_parser import AheadRow, own_id, parse_row
 from dakrun.requests.sentencepiece_model import check_sentencepiece
 from dakrun.requests.stop_strings import StopStrings
 from dakrun.requests.thoughts import given_markers

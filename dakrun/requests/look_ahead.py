@@ -8,9 +8,8 @@ import threading
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from dakrun.requests.input_rows import InputRows
+from dakrun.requests.input_rows import AheadRow, InputRows
 from dakrun.requests.lengths import RowLengths
-from dakrun.requests.row_parser import AheadRow
 from dakrun.requests.spool import Spool
 
 LOOK_AHEAD = 65_536  # rows

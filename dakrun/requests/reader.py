@@ -1,7 +1,7 @@
 """Prompt files, read as a stream: every row becomes a Request, or a RowError if it cannot be run.
 
 A row goes one way: lines.py reads its line, input_rows.py takes content and id from the line,
-look_ahead.py puts the longest rows first, row_parser.py makes Requests.
+look_ahead.py puts the longest rows first, input_rows.py makes a Request of the row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from dakrun.errors import UsageError
 from dakrun.plan import ExpectedRun
 from dakrun.requests.answer_forms import FormsAhead
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.input_rows import Format, InputRows, content_of
+from dakrun.requests.input_rows import Content, Format, InputRows, content_of, kind_of, parse_row
 from dakrun.requests.lengths import RowLengths
 from dakrun.requests.lines import Lines, LineSource
 from dakrun.requests.look_ahead import LookAhead
@@ -23,7 +23,6 @@ from dakrun.requests.parquet_files import ParquetLines, is_parquet
 from dakrun.requests.prompts import PromptRules
 from dakrun.requests.request import Request, RowError
 from dakrun.requests.row_digests import InputRow
-from dakrun.requests.row_parser import Content, kind_of, parse_row
 
 MAX_LINE_BYTES = 2**24
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "jsonl"}
