@@ -215,7 +215,11 @@ def test_a_free_transport_is_as_fast_as_either(name: str, ratio: float) -> None:
         make_plan(model, work(8, 32, 32), profile, Policy(offload_ratio=ratio, transport=way))
         for way in (None, "direct", "staged")
     )
-    assert free.predicted_s <= min(direct.predicted_s, staged.predicted_s) * (1 + 1e-9)
+
+    def seconds(plan: Plan) -> float:
+        return plan.workload.new_tokens * plan.predicted_s + predict_prefill(plan).predicted_s
+
+    assert seconds(free) <= min(seconds(direct), seconds(staged)) * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("ratio", [0.002, 0.01, 0.03])
@@ -238,7 +242,11 @@ def test_buffers_are_taken_where_they_pay(budget: int) -> None:
         make_plan(model, work(8, 32, 32), profile, Policy(hbm_budget=budget * GIB, transport=way))
         for way in (None, "direct", "staged")
     )
-    assert free.predicted_s <= min(direct.predicted_s, staged.predicted_s) * (1 + 1e-9)
+
+    def seconds(plan: Plan) -> float:
+        return plan.workload.new_tokens * plan.predicted_s + predict_prefill(plan).predicted_s
+
+    assert seconds(free) <= min(seconds(direct), seconds(staged)) * (1 + 1e-4)
 
 
 def test_a_free_transport_takes_what_direct_reads_make_room_for() -> None:

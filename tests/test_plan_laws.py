@@ -8,15 +8,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from cases import few_examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from optimum import least_seconds, sides
 from planned import GH200, work
-from scipy.optimize import linprog
 
-from dakrun.config import Dtype, ModelConfig, Workload
+from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile, OpCosts, load_profile
 from dakrun.models import known_model
@@ -30,7 +29,10 @@ from dakrun.plan import (
     decode_ops,
     make_plan,
 )
+from dakrun.plan.linear_program import OpLines
+from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
+from dakrun.plan.problem import Problem
 from dakrun.plan.show.json import overview_dict
 from dakrun.plan.show.overview import Overview
 from dakrun.plan.show.table import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
@@ -192,30 +194,40 @@ def test_laws_of_plans(problem: tuple[ModelConfig, Workload, HardwareProfile, Po
         assert abs(placed - asked) <= units + slack
 
 
-def lp_time(
-    ops: list[Op], profile: HardwareProfile, dtype: Dtype, low: float, high: float
-) -> float:
-    """Least step time with `low` to `high` remote bytes of `ops` cut at will (HiGHS)."""
-    n, bus = len(ops), profile.link_groups.get("bus", float("inf"))
-    host_rate = min(profile.tier("host").direct_bytes_per_s, bus)
-    reads = np.array([op.layers * op.read_bytes for op in ops])
-    sizes = np.array([op.layers * op.resident_bytes for op in ops], dtype=float)
-    unit = reads.sum() / profile.hbm_bytes_per_s
-    fast, slow = reads / profile.hbm_bytes_per_s / unit, reads / host_rate / unit
-    floors = np.array([op.layers * compute_time(op, profile, dtype) for op in ops]) / unit
-    if profile.hbm_group:
-        floors = np.maximum(floors, reads / bus / unit)
-    rows = np.block([[np.diag(-fast), -np.eye(n)], [np.diag(slow), -np.eye(n)]])
-    share = np.concatenate([sizes / sizes.sum(), np.zeros(n)])
-    result = linprog(
-        [0.0] * n + [1.0] * n,
-        A_ub=np.vstack([rows, share, -share]),
-        b_ub=[*-fast, *np.zeros(n), high / sizes.sum(), -low / sizes.sum()],
-        bounds=[(0, 1)] * n + [(floor, None) for floor in floors],
-        method="highs",
-    )
-    assert result.success, result.message
-    return float(result.fun) * unit
+def problem_of(plan: Plan) -> Problem:
+    """The problem of `plan`, which reads directly, with all bytes that it may place."""
+    costs = StepCosts(plan.model, plan.workload, plan.profile, ("host",))
+    return Problem.of(costs, replace(plan.policy, strategy="greedy"))
+
+
+def check_optimal(plan: Plan, problem: Problem, placed: set[str]) -> None:
+    """No ratios of the ops but `placed` have a lower bound of steps with their prompts.
+
+    Whole units may cost one unit of each op.
+    """
+    passes, profile = problem.prompts, plan.profile
+    ops = [op.op for op in plan.ops if op.op.name not in placed]
+    fixed = [op for op in plan.ops if op.op.name in placed]
+    lines = [
+        OpLines(op.layers * op.resident_bytes, problem.lines(op), (1.0,), passes.times[op.name])
+        for op in ops
+    ]
+    elsewhere = passes.seconds((op.op.name, op.shares) for op in fixed)
+    there = sum(op.resident_bytes(1) for op in fixed)
+    required = plan.required_ratio * total_bytes(tuple(op.op for op in plan.ops)) - there
+    best = least_seconds(lines, max(required, 0.0), plan.budgets[1] - there, elsewhere)
+    waits = passes.seconds((op.op.name, op.shares) for op in plan.ops)
+    achieved = sum(sum(op.bounds_s) for op in plan.ops if op not in fixed) + max(waits.values())
+    allowed = sum(unit_time(op, profile) for op in ops)
+    if not placed:
+        slot = plan.op("attention").op
+        allowed += slot.layers * unit_sizes(slot) / slowest_rate(profile)  # weights, by a slot
+        slopes = [max(abs(b - a) for a, b in map(sides, passes.times[op.name].work)) /
+                  (op.layers * op.resident_bytes) for op in ops]  # fmt: skip
+        allowed += max(slopes) * slot.layers * unit_sizes(slot)
+    for op in ops:
+        allowed += max(abs(b - a) for a, b in map(sides, passes.times[op.name].work)) / op.units
+    assert best * (1 - 1e-5) <= achieved <= best * (1 + 1e-5) + allowed
 
 
 @given(budgeted(), st.booleans())
@@ -230,18 +242,7 @@ def test_no_plan_is_much_faster(
         plan = make_plan(model, workload, profile, policy)
     except CannotRun:
         assume(False)
-    ops = [op.op for op in plan.ops]
-    required = plan.required_ratio * total_bytes(tuple(ops))
-    limit = float(plan.budgets[1])
-    plan = plan.forgone or plan
-    attention = plan.op("attention")
-    ops.remove(attention.op)
-    achieved = plan.bound_s - sum(attention.bounds_s)
-    required -= attention.resident_bytes(1)
-    limit -= attention.resident_bytes(1)
-    allowed = sum(unit_time(op, profile) for op in ops)
-    best = lp_time(ops, profile, model.dtype, max(required, 0.0), limit)
-    assert best * (1 - 1e-5) <= achieved <= best * (1 + 1e-5) + allowed
+    check_optimal(plan.forgone or plan, problem_of(plan), {"attention"})
 
 
 @given(budgeted())
@@ -256,14 +257,7 @@ def test_greedy_is_the_greedy_for_weights_and_kv(
     except CannotRun:
         assume(False)
     assert (plan.strategy, set(plan.tried_s)) == ("greedy", {"greedy"})
-    required = plan.required_ratio * total_bytes(tuple(op.op for op in plan.ops))
-    plan = plan.forgone or plan
-    ops = [op.op for op in plan.ops]
-    best = lp_time(ops, profile, model.dtype, required, float(plan.budgets[1]))
-    slot = plan.op("attention").op
-    displaced = slot.layers * unit_sizes(slot) / slowest_rate(profile)  # weights, by a slot
-    allowed = displaced + sum(unit_time(op, profile) for op in ops)
-    assert best * (1 - 1e-5) <= plan.bound_s <= best * (1 + 1e-5) + allowed
+    check_optimal(plan.forgone or plan, problem_of(plan), set())
 
 
 @given(budgeted(), st.sampled_from([None, "direct", "staged"]))

@@ -170,10 +170,10 @@ def test_the_greedy_over_classes_is_an_optimum(exponent: float) -> None:
 
 def test_segments_of_classes_rise_as_the_time_does() -> None:
     curve = Curve(6e9, 2e9, 1e-3, 3e12, 5e10, classes=(0.05, 0.15, 0.3, 0.5))
-    slopes = [slope for slope, _ in curve.segments()]
-    assert slopes == sorted(slopes) and sum(n for _, n in curve.segments()) == pytest.approx(1)
+    slopes = [slope for slope, _ in curve.segments]
+    assert slopes == sorted(slopes) and sum(n for _, n in curve.segments) == pytest.approx(1)
     x, seconds = 0.0, curve.time(0.0)
-    for slope, length in curve.segments():
+    for slope, length in curve.segments:
         x, seconds = x + length, seconds + slope * length
         assert curve.time(x) == pytest.approx(seconds)
     for x in (0.1, 0.3, 0.77):

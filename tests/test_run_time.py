@@ -159,7 +159,9 @@ def test_of_runs_about_as_short_one_without_offloading_is_chosen(
 def test_hbm_is_reserved_for_prompts_where_that_shortens_the_run() -> None:
     config, _ = find_model("llama-2-70b", "auto", "dummy")
     profile, run = load_profile("h100-sxm"), ExpectedRun([RowLengths(200, 180)] * 1500)
-    workload = Workload(batch_size=512, prompt_len=200, new_tokens=180, max_model_len=2048)
+    workload = Workload(  # says that hardly a token of the prompts is to be computed
+        batch_size=512, prompt_len=200, new_tokens=180, max_model_len=2048, shared_len=192
+    )
 
     def plan(policy: Policy, **more: object) -> Plan:
         return make_plan(config, workload, profile, policy, **more)  # type: ignore[arg-type]

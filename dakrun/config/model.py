@@ -291,8 +291,9 @@ class Workload:
     """The requests to plan for. Lengths are in tokens.
 
     Up to `batch_size` requests decode together, each of up to `max_model_len` positions of the KV
-    cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion. Steps
-    carry up to `drafts` drafted tokens a request.
+    cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion. Of a
+    prompt, the first `shared_len` tokens have been computed for others. Steps carry up to `drafts`
+    drafted tokens a request.
     """
 
     batch_size: int
@@ -300,6 +301,7 @@ class Workload:
     new_tokens: int
     max_model_len: int
     drafts: int = 0
+    shared_len: int = 0
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "prompt_len", "new_tokens", "max_model_len"):

@@ -3,7 +3,7 @@
 Takes placements as given: placement.py makes them, planner.py chooses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from dakrun.plan.greedy import best_total
 from dakrun.plan.op_costs import waits_s
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.placement import Placement
-from dakrun.plan.plan import OpPlan, Plan
+from dakrun.plan.plan import OpPlan, Plan, staging_bytes
 from dakrun.plan.policy import Strategy, Transport
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import regime, sampling_time
@@ -19,12 +19,21 @@ from dakrun.plan.roofline import regime, sampling_time
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """All ops placed by a strategy, with `staging` bytes reserved, and a step's predicted time."""
+    """All ops placed by a strategy, with `staging` bytes reserved, and a step's predicted time.
+
+    The prompt passes that a step carries take `prompts_s` seconds, without launches.
+    """
 
     strategy: Strategy
     ops: tuple[PlacedOp, ...]
     staging: int
     predicted_s: float
+    prompts_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a step with the prompts that it carries: what candidates are compared by."""
+        return self.predicted_s + self.prompts_s
 
     def remote_bytes(self) -> int:
         """Bytes of weights and KV outside the local tier."""
@@ -61,16 +70,29 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
     if len(options) > 1:
         pairs = zip(*options, strict=True)
         options.append(tuple(min(pair, key=lambda op: sum(op.predicted_s)) for pair in pairs))
-    candidate = min((_candidate(problem, ops) for ops in options), key=lambda c: c.predicted_s)
+    candidate = min((_candidate(problem, ops) for ops in options), key=lambda c: c.total_s)
     _check_budgets(problem, candidate)
     return candidate
 
 
 def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
     seconds = sum(sum(op.predicted_s) for op in ops) + waits_s(ops, problem.costs.links)
+    free = problem.budgets[0] - _local_bytes(problem, ops)
+    ring = staging_bytes(ops, "staged") - problem.staging
+    passes = problem.passes(free - max(0, ring), staged=ring <= free)
+    waits = problem.prompts_in(passes).seconds((op.op.name, op.shares) for op in ops)
     return Candidate(
-        strategy=problem.strategy, ops=ops, staging=problem.staging, predicted_s=seconds
+        strategy=problem.strategy,
+        ops=ops,
+        staging=problem.staging,
+        predicted_s=seconds,
+        prompts_s=max(waits.values()),
     )
+
+
+def _local_bytes(problem: Problem, ops: Iterable[PlacedOp]) -> int:
+    """Bytes of the local tier that are in use."""
+    return sum(op.resident_bytes(0) for op in ops) + sum(problem.fixed.values())
 
 
 def _check_budgets(problem: Problem, candidate: Candidate) -> None:
@@ -78,7 +100,7 @@ def _check_budgets(problem: Problem, candidate: Candidate) -> None:
     fixed = (problem.policy.offload_ratio, problem.policy.kv_offload_ratio) != (None, None)
     for tier, (name, budget) in enumerate(zip(problem.tiers, problem.budgets, strict=True)):
         used = sum(op.resident_bytes(tier) for op in candidate.ops)
-        used += sum(problem.fixed.values()) if tier == 0 else 0
+        used = used if tier else _local_bytes(problem, candidate.ops)
         if used > budget and tier == 0 and not fixed and not problem.one_ratio:
             raise problem.too_small(used - budget)
         if used > budget:

@@ -65,6 +65,11 @@ class ExpectedRun:
         return self._mean(lambda row: row.prompt)
 
     @property
+    def mean_shared(self) -> float:
+        """Mean tokens of a prompt that other requests have computed; 0 without requests."""
+        return self._mean(lambda row: (row.shared + (row.choices - 1) * _again(row)) / row.choices)
+
+    @property
     def mean_new(self) -> float:
         """Mean of the new tokens that requests may have at most; 0 without requests."""
         return self._mean(lambda row: row.new)
@@ -89,15 +94,19 @@ class ExpectedRun:
     def _choices_seen(self) -> int:
         return sum(row.choices for row in self.rows)
 
-    def _mean(self, tokens: Callable[[RowTokens], int]) -> float:
+    def _mean(self, tokens: Callable[[RowTokens], float]) -> float:
         seen = self._choices_seen
-        return sum(tokens(row) * row.choices for row in self.rows) / seen if seen else 0.0
+        return sum(tokens(row) * row.choices for row in self.rows if row.choices) / seen if seen else 0.0
 
     def _choices(self, every: int) -> Iterator[RequestLengths]:
         """Every so many-th of all choices of the rows, from the first on."""
         before = 0
         for row in self.rows:
-            again = (row.prompt - 1) // KV_BLOCK * KV_BLOCK  # shared by all but the first
             for choice in range(-before % every, row.choices, every):
-                yield RequestLengths(row.prompt, row.new, again if choice else row.shared)
+                yield RequestLengths(row.prompt, row.new, _again(row) if choice else row.shared)
             before += row.choices
+
+
+def _again(row: RowTokens) -> int:
+    """Tokens of a row's prompt that all of its choices but the first share."""
+    return (row.prompt - 1) // KV_BLOCK * KV_BLOCK

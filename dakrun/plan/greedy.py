@@ -2,14 +2,18 @@
 
 An op reads C bytes in a step, a ratio x of them from the remote tier; B_g and B_h are the rates of
 HBM and of the remote tier. Its time T(x) = max(floor, C (1 - x) / B_g, C x / B_h) falls up to
-x = a, is flat up to x = b, then rises. Every T is convex, so filling the cheapest segments of all
-ops first is optimal.
+x = a, is flat up to x = b, then rises. What it takes in prompt passes is convex, too, and added.
+The sum is convex, so filling the cheapest segments of all ops first is optimal.
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dakrun.plan.roofline import Line
+
+Segments = list[tuple[float, float]]  # (slope, length) from x = 0 to 1, slopes never falling
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Curve:
     `classes` are shares of C that equal parts of the resident bytes have, in the order in which
     they go to the remote tier, never falling: C (1 - s(x)) and C s(x) bytes are then read of the
     tiers, s being the sum of the first parts up to x. They go with neither `staged` nor `beyond`.
+    `prompts` are lines, as seconds at x = 0 and at x = 1, of which the op takes the longest in the
+    prompt passes that a decode step carries.
     """
 
     resident: float
@@ -33,6 +39,7 @@ class Curve:
     staged: bool = False
     beyond: float | None = None
     classes: tuple[float, ...] = (1.0,)
+    prompts: tuple[tuple[float, float], ...] = ()
 
     def reads(self, x: float) -> float:
         """Share s(x) of the bytes read that the remote tier has at offload ratio `x`."""
@@ -68,19 +75,44 @@ class Curve:
         return min(1.0, max(self.a, self.ratio(flat)))
 
     def time(self, x: float) -> float:
-        """Seconds at offload ratio `x`."""
+        """Seconds of a decode step and of the prompts that it carries, at offload ratio `x`."""
+        return self.decode_time(x) + max((l + (r - l) * x for l, r in self.prompts), default=0.0)
+
+    def decode_time(self, x: float) -> float:
+        """Seconds of a decode step, T(x)."""
         if self.beyond is not None and x > self.b:
-            return self.time(self.b) + self.read * (x - self.b) / self.beyond
+            return self.decode_time(self.b) + self.read * (x - self.b) / self.beyond
         x = self.reads(x)
         local_ratio = 1 + x if self.staged else 1 - x
         local, remote = local_ratio / self.local_rate, x / self.remote_rate
         return max(self.floor, self.read * local, self.read * remote)
 
-    def segments(self) -> list[tuple[float, float]]:
-        """(slope, length) of T's linear segments from x = 0 to 1; slopes never fall.
+    @functools.cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """T(x) as the maximum of these, by the ratios of both tiers; without `classes`."""
+        local = self.read / self.local_rate
+        beyond = 0.0, {1: self.read / self.remote_rate}
+        if self.beyond is not None:
+            at_b, slope = self.decode_time(self.b), self.read / self.beyond
+            beyond = at_b - slope * self.b, {1: slope}
+        return (self.floor, {}), (0.0, {0: local} | ({1: 2 * local} if self.staged else {})), beyond
+
+    @functools.cached_property
+    def best(self) -> float:
+        """Ratio up to which offloading makes a step and its prompts faster; a without prompts."""
+        if not self.prompts:
+            return self.a
+        return sum(length for slope, length in self.segments if slope < 0)
+
+    @functools.cached_property
+    def segments(self) -> Segments:
+        """Linear segments of the time.
 
         With `classes` T is above its first segment between 0 and a, where layers may differ.
         """
+        return added(self._decode_segments(), envelope(self.prompts))
+
+    def _decode_segments(self) -> Segments:
         down, up = -self.read / self.local_rate, self.read / (self.beyond or self.remote_rate)
         if len(self.classes) > 1:
             return self._segments_of_classes(down, up)
@@ -92,7 +124,7 @@ class Curve:
             return [*segments, (up, 1 - self.b - gentle)]
         return [*segments, (-down if self.staged else up, 1 - self.b)]
 
-    def _segments_of_classes(self, down: float, up: float) -> list[tuple[float, float]]:
+    def _segments_of_classes(self, down: float, up: float) -> Segments:
         mean = self.reads(self.a) / self.a if self.a else 1.0
         segments = [(down * mean, self.a), (0.0, self.b - self.a)]
         for number, share in enumerate(self.classes, 1):
@@ -103,9 +135,44 @@ class Curve:
         return segments
 
 
+def envelope(lines: Sequence[tuple[float, float]]) -> Segments:
+    """Segments of the maximum of `lines`, which are given as seconds at x = 0 and at x = 1."""
+    if not lines:
+        return []
+    segments: Segments = []
+    x, (start, end) = 0.0, max(lines)
+    while True:
+        crossings = [  # with steeper lines
+            ((start - other) / (rise - (end - start)), -rise, other)
+            for other, rise in ((first, last - first) for first, last in lines)
+            if rise > end - start
+        ]
+        crossing, rise, other = min(crossings, default=(1.0, 0.0, 0.0))
+        if crossing >= 1:
+            return [*segments, (end - start, 1 - x)]
+        segments.append((end - start, crossing - x))
+        x, start, end = crossing, other, other - rise
+
+
+def added(first: Segments, second: Segments) -> Segments:
+    """Segments of the sum of two times; an empty list is of no time."""
+    if not second:
+        return first
+    segments: Segments = []
+    left = [list(reversed(first)), list(reversed(second))]
+    while all(left):
+        (slope, length), (other, rest) = left[0].pop(), left[1].pop()
+        segments.append((slope + other, min(length, rest)))
+        if length > rest:
+            left[0].append((slope, length - rest))
+        elif rest > length:
+            left[1].append((other, rest - length))
+    return segments
+
+
 def best_total(curves: Sequence[Curve]) -> float:
-    """Remote resident bytes with the least total time: every op at its threshold a."""
-    return sum(curve.a * curve.resident for curve in curves)
+    """Remote resident bytes with the least total time: every op at its best ratio."""
+    return sum(curve.best * curve.resident for curve in curves)
 
 
 def best_uniform_total(curves: Sequence[Curve]) -> float:
@@ -115,7 +182,7 @@ def best_uniform_total(curves: Sequence[Curve]) -> float:
     """
     ends = {0.0}
     for curve in curves:
-        ends.update(itertools.accumulate(length for _, length in curve.segments()))
+        ends.update(itertools.accumulate(length for _, length in curve.segments))
     best = min(sorted(ends), key=lambda x: sum(curve.time(x) for curve in curves))
     return best * sum(curve.resident for curve in curves)
 
@@ -128,7 +195,7 @@ def greedy_ratios(curves: Sequence[Curve], remote_bytes: float) -> list[float]:
     segments = [  # slope in seconds per resident byte, op, bytes
         (slope / curve.resident, i, length * curve.resident)
         for i, curve in enumerate(curves)
-        for slope, length in curve.segments()
+        for slope, length in curve.segments
     ]
     placed = [0.0] * len(curves)
     left = remote_bytes

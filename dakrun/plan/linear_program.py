@@ -4,12 +4,13 @@ README.md in this folder derives the program. With one remote tier its optimum i
 Knows no row blocks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from dakrun.plan.prompt_pass import WORK, PassTimes
 from dakrun.plan.roofline import Line, bound_time
 
 _TOLERANCE = 1e-10
@@ -21,12 +22,14 @@ class OpLines:
     """One op (all its layers): its `resident` bytes and the lower bounds of its time.
 
     Tier 0 is the local one. `lines` are in seconds per ratio of the bytes read, as in Links.lines.
-    `classes` are the shares of these that equal parts of the resident bytes have.
+    `classes` are the shares of these that equal parts of the resident bytes have. `prompts` are the
+    op's times in prompt passes, which read all classes alike.
     """
 
     resident: float
     lines: tuple[Line, ...]
     classes: tuple[float, ...] = (1.0,)
+    prompts: PassTimes = field(default_factory=lambda: PassTimes(((0.0, {}),), {}))
 
 
 def best_ratios(
@@ -35,13 +38,17 @@ def best_ratios(
     remote_bytes: float | None,
     *,
     uniform: bool = False,
+    elsewhere: Mapping[str, float] | None = None,
 ) -> list[tuple[float, ...]] | None:
     """Ratio of each op's bytes in every tier, in the least total time; None if nothing fits.
 
-    `capacities` are bytes per tier, the local one first; `remote_bytes` fixes the bytes outside
-    it. With `uniform` all ops have the same ratios, and so have all classes of an op.
+    The total is the sum of the ops' times in a step, and the longest of what its prompt passes wait
+    for: the work of all ops, or copies over a link. `elsewhere` has seconds of work and copies
+    besides those of `ops`. `capacities` are bytes per tier, the local one first; `remote_bytes`
+    fixes the bytes outside it. With `uniform` all ops have the same ratios, and so have all classes
+    of an op.
     """
-    tiers, count = len(capacities), len(ops)
+    tiers = len(capacities)
     # Each class of an op has ratios of its own: its op, and its shares of resident and read bytes.
     parts = [
         (i, 1 / len(classes), share)
@@ -50,34 +57,56 @@ def best_ratios(
         for share in classes
     ]
     blocks = 1 if uniform else len(parts)
-    width = blocks * tiers + count  # ratios, then each op's seconds above its floor
     total = sum(op.resident for op in ops)
     if total == 0 or min(capacities) < 0:
         return None
-    floors = [max(c for c, by in op.lines if not by) for op in ops]
+    # The columns: ratios; seconds above its floor of each op in a step and of its work in passes,
+    # if it depends on ratios; seconds of passes above the least.
+    in_passes = [i for i, op in enumerate(ops) if any(by for _, by in op.prompts.work)]
+    step = range(blocks * tiers, blocks * tiers + len(ops))
+    passes = dict(zip(in_passes, range(step.stop, step.stop + len(in_passes)), strict=True))
+    whole_pass = step.stop + len(passes)
+    width = whole_pass + 1
     scale = max(bound_time(op.lines, [1.0] + [0.0] * (tiers - 1)) for op in ops)
+    rows: list[Matrix] = []
+    limits: list[float] = []
 
-    def column(part: int, tier: int) -> int:
-        return (0 if uniform else part) * tiers + tier
+    def add(
+        of: Mapping[int, Mapping[int, float]], seconds: Mapping[int, float], limit: float,
+        *, by_reads: bool = False,
+    ) -> None:  # fmt: skip
+        """Keep ratios times the seconds `of` each op, and columns of `seconds`, below `limit`."""
+        row = np.zeros(width)
+        for part, (i, held, read) in enumerate(parts):
+            for tier, k in of[i].items() if i in of else ():
+                column = (0 if uniform else part) * tiers + tier
+                row[column] += (read if by_reads else held) * k / scale
+        for column, factor in seconds.items():
+            row[column] = factor
+        if limit < -1e-12 * scale:
+            raise ValueError("expected every line's constant to be at most the op's floor")
+        rows.append(row)
+        limits.append(max(0.0, limit) / scale)
 
-    rows, limits = [], []
     for i, op in enumerate(ops):
         for constant, by in op.lines:
-            if not by:
-                continue
-            row = np.zeros(width)
-            for part, (of, _, share) in enumerate(parts):
-                for tier, k in by.items() if of == i else ():
-                    row[column(part, tier)] = share * k / scale
-            row[blocks * tiers + i] = -1.0
-            if floors[i] < constant:
-                raise ValueError("expected every line's constant to be at most the op's floor")
-            rows.append(row)
-            limits.append((floors[i] - constant) / scale)
+            if by:
+                add({i: by}, {step[i]: -1.0}, _floor(op.lines) - constant, by_reads=True)
+        for constant, by in op.prompts.work:
+            if by:
+                add({i: by}, {passes[i]: -1.0}, _floor(op.prompts.work) - constant)
+    waits = dict(elsewhere or {})
+    waits[WORK] = waits.get(WORK, 0.0) + sum(_floor(op.prompts.work) for op in ops)
+    least = max(waits.values())
+    add({}, {whole_pass: -1.0} | dict.fromkeys(passes.values(), 1.0), least - waits[WORK])
+    for name in sorted({name for op in ops for name in op.prompts.copies}):
+        copied = {i: op.prompts.copies[name][1] for i, op in enumerate(ops)
+                  if name in op.prompts.copies}  # fmt: skip
+        add(copied, {whole_pass: -1.0}, least - waits.get(name, 0.0))
     for tier, capacity in enumerate(capacities):
         row = np.zeros(width)
         for part, (i, share, _) in enumerate(parts):
-            row[column(part, tier)] += share * ops[i].resident / total
+            row[(0 if uniform else part) * tiers + tier] += share * ops[i].resident / total
         rows.append(row)
         limits.append(min(capacity / total, 1.0))
     whole = np.zeros((blocks, width))
@@ -87,14 +116,20 @@ def best_ratios(
     if remote_bytes is not None:
         whole = np.vstack([whole, rows[-tiers]])
         sums = np.append(sums, 1 - min(remote_bytes / total, 1.0))
-    cost = np.concatenate([np.zeros(blocks * tiers), np.ones(count)])
+    cost = np.zeros(width)
+    cost[[*step, whole_pass]] = 1.0
     x = minimise(cost, (np.array(rows), np.array(limits)), (whole, sums))
     if x is None:
         return None
-    ratios, found = x[: blocks * tiers].reshape(blocks, tiers), np.zeros((count, tiers))
+    ratios, found = x[: blocks * tiers].reshape(blocks, tiers), np.zeros((len(ops), tiers))
     for part, (i, share, _) in enumerate(parts):
         found[i] += share * ratios[0 if uniform else part]
     return [tuple(of.tolist()) for of in found]
+
+
+def _floor(lines: Sequence[Line]) -> float:
+    """The highest of the constant lines, in seconds; 0 if there are none."""
+    return max((constant for constant, by in lines if not by), default=0.0)
 
 
 def minimise(
@@ -137,24 +172,27 @@ def _improve(table: Matrix, basis: list[int], cost: Matrix, columns: int) -> Non
     which cannot cycle.
     """
     idle, best = 0, np.inf
+    reduced = np.append(cost, 0.0) - cost[basis] @ table  # the last one is the cost, negated
     while True:
-        reduced = cost[:columns] - cost[basis] @ table[:, :columns]
-        entering = np.flatnonzero(reduced < -_TOLERANCE)
+        entering = np.flatnonzero(reduced[:columns] < -_TOLERANCE)
         if not len(entering):
             return
-        value = float(cost[basis] @ table[:, -1])
+        value = -float(reduced[-1])
         idle, best = (0, value) if value < best - _TOLERANCE else (idle + 1, best)
-        column = int(entering[0] if idle > 20 else reduced.argmin())
+        column = int(entering[0] if idle > 20 else reduced[:columns].argmin())
         rising = np.flatnonzero(table[:, column] > _TOLERANCE)
         if not len(rising):
             raise ArithmeticError("the linear program has no bound")
         ratios = table[rising, -1] / table[rising, column]
         tied = rising[ratios <= ratios.min() + 1e-13]
-        _pivot(table, basis, min(tied.tolist(), key=lambda row: basis[row]), column)
+        row = min(tied.tolist(), key=lambda row: basis[row])
+        _pivot(table, basis, row, column)
+        reduced -= reduced[column] * table[row]
 
 
 def _pivot(table: Matrix, basis: list[int], row: int, column: int) -> None:
     table[row] /= table[row, column]
-    others = np.arange(len(table)) != row
-    table[others] -= np.outer(table[others, column], table[row])
+    factors = table[:, column].copy()
+    factors[row] = 0.0
+    table -= factors[:, None] * table[row]
     basis[row] = column

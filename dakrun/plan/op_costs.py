@@ -10,7 +10,7 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.expert_choices import deviation_s, mean_longer
-from dakrun.plan.ops import Op, decode_ops
+from dakrun.plan.ops import Op, activation_bytes, decode_ops, vector_bytes
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import (
@@ -30,7 +30,8 @@ class StepCosts:
     """The `ops` of a step, and the time of each over the local tier and the `remote` ones.
 
     `compute` has the seconds of arithmetic of one layer at the profile's rate, by op name; `work`
-    the same at the kernels' efficiency. Problems of one workload share one StepCosts and its cache.
+    the same at the kernels' efficiency. `vector_bytes` stay in the local tier. Problems of one
+    workload share one StepCosts and its cache.
     With one remote tier and `divides_slots`, few slots are divided (see ops.decode_ops).
     """
 
@@ -51,6 +52,8 @@ class StepCosts:
         self.work = {
             op.name: kernel_compute_time(op, self.compute[op.name], profile) for op in self.ops
         }
+        self.vector_bytes = vector_bytes(model)
+        self._activations: dict[int, int] = {}
         self._placed: dict[tuple[str, tuple[Counts, ...], Transport], PlacedOp] = {}
 
     def over(self, tier: str) -> "StepCosts":
@@ -60,6 +63,13 @@ class StepCosts:
         """
         first = tier == self.remote[0]
         return StepCosts(self.model, self.workload, self.profile, (tier,), divides_slots=first)
+
+    def activations(self, chunk_tokens: int) -> int:
+        """Bytes of activations, where prompt passes have up to `chunk_tokens`."""
+        if chunk_tokens not in self._activations:
+            held = activation_bytes(self.model, self.workload, chunk_tokens)
+            self._activations[chunk_tokens] = held
+        return self._activations[chunk_tokens]
 
     def roofline(
         self, op: Op, tier_bytes: Sequence[float], transport: Transport

@@ -167,10 +167,11 @@ class RunOptions:
     def _workload(self, model: ModelConfig) -> Workload:
         """The workload; of one request while the batch size is still to be chosen."""
         length = model_len(model, self.max_model_len)
-        new_tokens, prompt_len = self.expected_tokens, self.expected_prompt
+        new_tokens, prompt_len, shared_len = self.expected_tokens, self.expected_prompt, 0
         if self.expected_run is not None and self.expected_run.requests:
             new_tokens = max(1, round(self.expected_run.mean_new))
             prompt_len = max(1, round(self.expected_run.mean_prompt))
+            shared_len = min(round(self.expected_run.mean_shared), prompt_len - 1)
         new_tokens = min(new_tokens, max(1, length - 1))
         return Workload(
             batch_size=1 if self.batch_size == "auto" else self.batch_size,
@@ -178,6 +179,7 @@ class RunOptions:
             new_tokens=new_tokens,
             max_model_len=length,
             drafts=self.speculation.most,
+            shared_len=shared_len,
         )
 
 

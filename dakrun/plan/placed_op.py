@@ -34,6 +34,11 @@ class PlacedOp:
         held = ([n * size for size in self.op.tier_bytes(of)] for of, n in layers.items())
         return tuple(map(sum, zip(*held, strict=True)))
 
+    @functools.cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Share of all layers' bytes that each tier keeps."""
+        return tuple(n / (self.op.layers * self.op.resident_bytes) for n in self._tier_bytes)
+
     def read_bytes(self, tier: int) -> float:
         """Bytes that a decode step reads from the plan's tier number `tier`."""
         if self.op.chances:

@@ -19,37 +19,55 @@ from dakrun.plan.greedy import (
 from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.problem import Problem
-from dakrun.plan.roofline import kernel_compute_time
+from dakrun.plan.roofline import bound_time, kernel_compute_time
 from dakrun.plan.rounding import RemoteGoal, remote_bytes, round_ratios, split_units
 
+SAME_TIME = 1e-9  # relative: the error of a sum
 REACH = 16  # maximum row blocks by which an op is moved up or down to balance it
 
 Placement = Mapping[str, tuple[Counts, ...]]  # units per layer and tier, by op
 
 
 def ideal_ratios(
-    problem: Problem, ops: Sequence[Op], remote: float | None, caps: Sequence[float]
+    problem: Problem,
+    ops: Sequence[Op],
+    remote: float | None,
+    caps: Sequence[float],
+    placed: Mapping[str, Sequence[float]],
 ) -> list[tuple[float, ...]]:
     """Ratio of every tier for each of `ops`, before rounding, within `caps` bytes per tier.
 
-    `remote` fixes the bytes outside the local tier. Raises CannotRun where nothing fits.
+    `remote` fixes the bytes outside the local tier; `placed` has the ratios of all other ops.
+    Raises CannotRun where nothing fits.
     """
     if len(caps) == 1:
         return [(1.0,)] * len(ops)
     resident = sum(op.layers * op.resident_bytes for op in ops)
     uniform = problem.strategy == "uniform"
     required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
-    if len(caps) == 2:
-        curves = [problem.curves[op.name] for op in ops]
+    passes = problem.prompts
+    # Ratios that are best where passes wait for one thing are best of all if passes wait for it.
+    for limiting, by_op in problem.curves_by_limit.items() if len(caps) == 2 else ():
+        curves = [by_op[op.name] for op in ops]
         best = best_uniform_total(curves) if uniform else best_total(curves)
         auto = min(max(best, required), limit, resident)
         choose = uniform_ratios if uniform else greedy_ratios
-        return [(1 - x, x) for x in choose(curves, auto if remote is None else remote)]
+        ratios = [(1 - x, x) for x in choose(curves, auto if remote is None else remote)]
+        names = (op.name for op in ops)
+        waits = passes.seconds([*zip(names, ratios, strict=True), *placed.items()])
+        if waits[limiting] >= max(waits.values()) * (1 - SAME_TIME):
+            return ratios
     from dakrun.plan.linear_program import OpLines, best_ratios  # imports numpy, which is slow
 
-    bounds = [OpLines(op.layers * op.resident_bytes, problem.lines(op), op.classes) for op in ops]
+    bounds = [
+        OpLines(
+            op.layers * op.resident_bytes, problem.lines(op), op.classes, passes.times[op.name]
+        )
+        for op in ops
+    ]
     free = (resident, *caps[1:]) if remote is not None else caps
-    ratios = best_ratios(bounds, free, remote, uniform=uniform)
+    elsewhere = passes.seconds(placed.items())
+    ratios = best_ratios(bounds, free, remote, uniform=uniform, elsewhere=elsewhere)
     if ratios is None:
         if remote is not None and remote > limit:
             raise problem.over_budget(" and ".join(problem.tiers[1:]), limit, remote - limit)
@@ -63,7 +81,7 @@ def whole_ratios(problem: Problem) -> list[tuple[float, ...]]:
     policy, remote = problem.policy, None
     if policy.offload_ratio is not None and policy.kv_offload_ratio is None:
         remote = policy.offload_ratio * problem.total
-    return ideal_ratios(problem, problem.costs.ops, remote, problem.caps)
+    return ideal_ratios(problem, problem.costs.ops, remote, problem.caps, {})
 
 
 def slot_candidates(problem: Problem) -> list[Counts]:
@@ -115,6 +133,7 @@ def place(problem: Problem, slots: Counts) -> Placement:
         return all_local(problem)
     local_slots = attention.units - sum(slots)
     kv = [attention.layers * size for size in attention.tier_bytes((local_slots, *slots))]
+    slot_ratios = {attention.name: [n / attention.units for n in (local_slots, *slots)]}
     caps = [cap - held for cap, held in zip(problem.caps, kv, strict=True)]
     resident = sum(op.layers * op.resident_bytes for op in weights)
     wanted = policy.offload_ratio
@@ -127,14 +146,16 @@ def place(problem: Problem, slots: Counts) -> Placement:
             wanted = min(max(wanted * problem.total - sum(kv[1:]), 0.0), resident)
         elif wanted is not None:
             wanted = wanted * resident
-        ratios = ideal_ratios(problem, weights, wanted, caps)
+        ratios = ideal_ratios(problem, weights, wanted, caps, slot_ratios)
     by_name = {op.name: of for op, of in zip(weights, ratios, strict=True)}
     goal = RemoteGoal(*room, wanted)
 
     def time(op: Op, units: int) -> float:
-        """Bound in seconds of one layer of `op` with `units` remote ones."""
+        """Bound in seconds of one layer of `op` with `units` remote ones, work of prompts added."""
         read = problem.tier_bytes(op, units, by_name[op.name])
-        return problem.costs.bound(op, read, "direct")
+        shares = [n / op.read_bytes for n in read]
+        work = bound_time(problem.prompts.times[op.name].work, shares) / op.layers
+        return problem.costs.bound(op, read, "direct") + work
 
     totals = round_ratios(weights, [1 - of[0] for of in ratios], goal, time)
     greedy = problem.strategy != "uniform"

@@ -6,7 +6,7 @@ chooses the fastest and assembles its Plan. The loader and the engine obey the P
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -82,9 +82,12 @@ def make_plan(
 
 
 def _planned(problem: Problem, thorough: bool) -> Plan:
-    """The plan with the fastest decode step, and the best prefill in the HBM that this leaves."""
-    plan = assemble(problem, *_fastest(problem, thorough))
-    return with_prefill(_local_if_as_fast(problem, plan)).with_spare_kv_blocks()
+    """The plan with the fastest decode step and the prompts that it carries.
+
+    Its passes are the best in the HBM that placement leaves.
+    """
+    chosen, tried_s = _fastest(problem, thorough)
+    return with_prefill(_local_if_as_fast(problem, chosen, tried_s)).with_spare_kv_blocks()
 
 
 def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy, float]]:
@@ -111,7 +114,7 @@ def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy
                 break
     if not candidates:
         raise refusals[0]
-    return min(candidates, key=lambda candidate: candidate.predicted_s), tried_s
+    return min(candidates, key=lambda candidate: candidate.total_s), tried_s
 
 
 def _by_remote_tier(problem: Problem) -> list[Problem]:
@@ -170,7 +173,7 @@ def _search(problem: Problem, thorough: bool) -> Candidate:
                 tried[slots] = cost_placement(problem, place(problem, slots))
             except CannotRun as reason:
                 refusals[slots] = reason
-        return tried[slots].predicted_s if slots in tried else math.inf
+        return tried[slots].total_s if slots in tried else math.inf
 
     def near(slots: Counts, step: int) -> Iterator[Counts]:
         return neighbours(slots, step, most)
@@ -212,16 +215,19 @@ def neighbours(slots: Counts, step: int, most: int) -> Iterator[Counts]:
             yield other
 
 
-def _local_if_as_fast(problem: Problem, plan: Plan) -> Plan:
-    """`plan`, or the plan of everything in HBM where offloading gains too little.
+def _local_if_as_fast(
+    problem: Problem, chosen: Candidate, tried_s: Mapping[Strategy, float]
+) -> Plan:
+    """The plan of `chosen`, or of everything in HBM where offloading gains too little.
 
-    The choice exists only where everything fits and `problem`'s policy fixes no ratio.
+    The gain is that of decode steps, less what their prompts lose. The choice exists only where
+    everything fits and `problem`'s policy fixes no ratio.
     """
-    policy = problem.policy
+    policy, plan = problem.policy, assemble(problem, chosen, tried_s)
     free = policy.offload_ratio is None and policy.kv_offload_ratio is None
     if not free or plan.required_ratio > 0 or plan.ratio == 0:
         return plan
-    same = replace(problem, strategy=plan.strategy)
-    alone = assemble(problem, cost_placement(same, all_local(problem)), plan.tried_s, forgone=plan)
-    gain = 1 - plan.predicted_s / alone.predicted_s
-    return plan if gain >= MIN_OFFLOAD_GAIN else alone
+    alone = cost_placement(replace(problem, strategy=chosen.strategy), all_local(problem))
+    local = assemble(problem, alone, tried_s, forgone=plan)
+    gain = (alone.total_s - chosen.total_s) / local.predicted_s
+    return plan if gain >= MIN_OFFLOAD_GAIN else local

@@ -16,7 +16,8 @@ from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.policy import Policy, Strategy, Transport
-from dakrun.plan.roofline import Line
+from dakrun.plan.prompt_pass import PREFILL_LAUNCH_ROWS, PromptPasses
+from dakrun.plan.roofline import Line, line_time
 from dakrun.plan.rounding import remote_bytes
 from dakrun.units import format_bytes
 
@@ -98,10 +99,9 @@ class Problem:
     @functools.cached_property
     def fixed(self) -> dict[str, int]:
         """Bytes of the local tier besides weights and KV, by purpose."""
-        model, workload = self.costs.model, self.costs.workload
         purposes = {
-            "vectors": inventory.vector_bytes(model),
-            "activations": inventory.activation_bytes(model, workload, self.prefill.chunk_tokens),
+            "vectors": self.costs.vector_bytes,
+            "activations": self.activations,
             "context": self.costs.profile.context_bytes,
         } | ({"staging": self.staging} if self.staging else {})
         if self.costs.profile.device == "cuda":
@@ -110,6 +110,11 @@ class Problem:
             forced = max(0, self.total + sum(purposes.values()) - self.budgets[0])
             purposes["reserve"] = inventory.reserve_bytes(forced)
         return purposes
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations for which the local tier has room in any case."""
+        return self.costs.activations(self.prefill.chunk_tokens)
 
     @functools.cached_property
     def budgets(self) -> tuple[int, ...]:
@@ -130,8 +135,59 @@ class Problem:
         """Time by offload ratio of each op, by name; all remote tiers count as one."""
         return {op.name: self._curve(op) for op in self.costs.ops}
 
+    def passes(self, free: float, *, staged: bool) -> PrefillPlan:
+        """The prompt passes for which HBM has room, `free` bytes being left; as in with_prefill.
+
+        `staged`: there is room for the buffers of staged matrices.
+        """
+        costs, tokens = self.costs, self.prefill.chunk_tokens
+        if costs.profile.device != "cuda" or costs.model.dtype == "float32":
+            return self.prefill
+        whole, free = costs.workload.batch_size * costs.workload.prompt_len, free + self.activations
+        larger = PREFILL_LAUNCH_ROWS
+        while larger < 2 * whole and costs.activations(larger) <= free:
+            tokens, larger = max(tokens, larger), 2 * larger
+            if not staged:
+                break
+        if not staged or tokens < PREFILL_LAUNCH_ROWS:
+            return PrefillPlan(chunk_tokens=tokens)
+        return PrefillPlan(chunk_tokens=tokens, transport=self.policy.transport or "staged")
+
+    @functools.cached_property
+    def prompts(self) -> PromptPasses:
+        """The passes that a decode step carries, as expected before anything is placed.
+
+        Matrices are staged if HBM is not full, or if staging is the faster way for decode steps.
+        """
+        links, remote, fixed = self.costs.links, self.costs.remote, self.policy.offload_ratio
+        least = max(0, self.total - self.caps[0])
+        free = self.caps[0] - self.total + max(least, (fixed or 0.0) * self.total)
+        faster = links.rate(remote, staged=True) > links.rate(remote)
+        staged = self.transport == "staged" or (self.transport is None and faster)
+        return self.prompts_in(self.passes(free, staged=staged or free > 0))
+
+    def prompts_in(self, passes: PrefillPlan) -> PromptPasses:
+        """The passes that a decode step carries, if they are `passes`."""
+        return _prompt_passes(self.costs, passes)
+
+    @functools.cached_property
+    def curves_by_limit(self) -> dict[str, dict[str, Curve]]:
+        """`curves` with prompt passes that wait for one thing alone, by its name."""
+        return {limit: self._with_prompts(limit) for limit in self.prompts.limits}
+
+    def _with_prompts(self, limit: str) -> dict[str, Curve]:
+        found = {}
+        for name, curve in self.curves.items():
+            lines = self.prompts.times[name].by(limit)
+            ends = tuple((line_time(line, (1, 0)), line_time(line, (0, 1))) for line in lines)
+            varies = any(start != end for start, end in ends)
+            found[name] = replace(curve, prompts=ends) if varies else curve
+        return found
+
     def lines(self, op: Op) -> tuple[Line, ...]:
         """Lower bounds of the time of all layers of `op`, by its ratio in every tier."""
+        if len(self.tiers) == 2 and not op.chances:
+            return self.curves[op.name].lines
         read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
         return tuple(
             self.costs.links.lines(read, floor, staged=self.transport == "staged").values()
@@ -206,3 +262,9 @@ class Problem:
             beyond=beyond,
             classes=(1.0,) if staged else op.classes,
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _prompt_passes(costs: StepCosts, prefill: PrefillPlan) -> PromptPasses:
+    """Problems of one workload share their passes."""
+    return PromptPasses(costs, prefill)

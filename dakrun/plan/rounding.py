@@ -89,16 +89,20 @@ def split_units(
     tier number `sink` gets the rest.
     """
     whole = max(op.unit_bytes(0, 1), 1)
+    others = [  # units a layer of the tiers that have some, but for the sink
+        (tier, ratio * op.resident_bytes / whole)
+        for tier, ratio in enumerate(ratios)
+        if tier != sink and ratio > 0
+    ]
     placed = [0] * len(ratios)
     placement = []
-    for layer, units in enumerate(remote_units):
+    for layer, units in enumerate(remote_units, 1):
         counts, left = [0] * len(ratios), units
-        for tier, ratio in enumerate(ratios):
-            if tier != sink:
-                ideal = math.floor(ratio * op.resident_bytes * (layer + 1) / whole + _FUZZ)
-                counts[tier] = min(ideal - placed[tier], left)
-                placed[tier] += counts[tier]
-                left -= counts[tier]
+        for tier, ideal in others:
+            count = min(math.floor(ideal * layer + _FUZZ) - placed[tier], left)
+            counts[tier] = count
+            placed[tier] += count
+            left -= count
         counts[sink] = left
         placement.append((op.units - units, *counts))
     return tuple(placement)

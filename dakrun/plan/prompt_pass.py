@@ -1,0 +1,187 @@
+"""A prompt pass, op by op: its seconds by an op's ratio in every tier, as a decode step carries it.
+
+Ratios and placements are compared by it. prefill.py has the passes of a finished plan. Knows no
+budgets.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dakrun.config import DTYPE_BYTES, ModelConfig
+from dakrun.geometry import TILED_MAX_ROWS
+from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.plan.op_costs import StepCosts
+from dakrun.plan.ops import Op
+from dakrun.plan.plan import PrefillPlan
+from dakrun.plan.roofline import (
+    COMPUTE,
+    Line,
+    Links,
+    bound_time,
+    compute_time,
+    kernel_compute_time,
+    line_time,
+)
+from dakrun.units import ceil_div
+
+PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
+WORK = "work"  # of the SMs; else what a pass waits for is a link and a direction of copies
+
+
+def matrix_lines(
+    one: Op, links: Links, compute: float, *, staged: bool, reads: int = 1
+) -> tuple[list[Line], dict[str, Line]]:
+    """Lower bounds of a layer of `one` in seconds: of the SMs' work, and of copies by link.
+
+    Its arithmetic takes `compute` seconds. It is read in place `reads` times, or `staged`.
+    """
+    lines = links.lines(reads * one.read_bytes, compute, staged=staged)
+    copied = lines.keys() - {COMPUTE, LOCAL} if staged else set()
+    work = [line for name, line in lines.items() if name not in copied]
+    return work, {name: lines[name] for name in copied}
+
+
+def attention_part(
+    op: Op, model: ModelConfig, profile: HardwareProfile, links: Links, tier: str, span: range
+) -> tuple[Op, float, float]:
+    """Causal attention of a prompt's tokens at the positions `span`, in one layer.
+
+    Returns the op of its launch, the seconds of its work at full rates, and those of the copy that
+    writes new keys and values to the slot's `tier`. Earlier ones are read there in place.
+    """
+    position, start, length = model.kv_layout.position_bytes, span.start, len(span)
+    pairs = length * start + length * (length + 1) / 2
+    one = replace(op, batch_size=length, units=1, flops=4.0 * model.q_size * pairs)
+    compute = compute_time(one, profile, model.dtype)
+    read = position * start / links.direct[tier]
+    work = max(compute, read, position * length / links.direct[LOCAL])
+    return one, work, 0.0 if tier == LOCAL else position * length / links.staged[tier]
+
+
+def rows_seconds(model: ModelConfig, links: Links, rows: int) -> float:
+    """Seconds in which a pass of `rows` rows reads and writes them in HBM, besides in products.
+
+    They are two norms, attention's inputs and outputs, and the cache's new keys and values.
+    """
+    width = 4 * model.hidden_size + 4 * model.q_size + 6 * model.kv_size
+    return DTYPE_BYTES[model.dtype] * rows * width * model.num_layers / links.direct[LOCAL]
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of an op in the prompt passes that a decode step carries, by its ratio in every tier.
+
+    The SMs need the longest of `work`. Copies overlap them, by link and direction.
+    """
+
+    work: tuple[Line, ...]
+    copies: Mapping[str, Line]
+
+    def by(self, limit: str) -> tuple[Line, ...]:
+        """The lines of what a pass waits for: WORK, or copies."""
+        return self.work if limit == WORK else (self.copies.get(limit, (0.0, {})),)
+
+    def add(self, ratios: Sequence[float], seconds: dict[str, float]) -> None:
+        """Add the op's `seconds` of work and of copies at its `ratios`."""
+        seconds[WORK] += bound_time(self.work, ratios)
+        for name, line in self.copies.items():
+            seconds[name] = seconds.get(name, 0.0) + line_time(line, ratios)
+
+
+class PromptPasses:
+    """The prompt passes that a decode step carries: seconds of each op in them, by its ratios.
+
+    A batch of prompts goes through as few passes of `prefill` as possible, all with as many tokens,
+    once in `new_tokens` decode steps. Tokens of prefixes that are computed already are not
+    computed again. `times` are by op: bounds, with arithmetic at the kernels' efficiency. Besides,
+    rows in HBM take `rest_s` of work. Left out are launches, since no ratio changes them, and copies over links that
+    never take longer than the least work.
+    """
+
+    def __init__(self, costs: StepCosts, prefill: PrefillPlan) -> None:
+        model, profile, work, links = costs.model, costs.profile, costs.workload, costs.links
+        prompt = work.prompt_len - work.shared_len
+        tokens = work.batch_size * prompt
+        passes = ceil_div(tokens, prefill.chunk_tokens)
+        rows, ends = ceil_div(tokens, passes), ceil_div(work.batch_size, passes)
+        per_step = passes / work.new_tokens
+        self.rest_s = per_step * rows_seconds(model, links, rows)
+        self.times: dict[str, PassTimes] = {}
+        for op in costs.ops:
+            if op.category == "attention":
+                length = min(prompt, prefill.chunk_tokens)
+                starts = range(work.shared_len, work.prompt_len, length)
+                spans = [range(at, min(at + length, work.prompt_len)) for at in starts]
+                self.times[op.name] = _attention_times(costs, op, spans)
+                continue
+            one = op.with_rows(ends if op.name == "lm_head" else rows)
+            staged = prefill.transport == "staged" and op.category == "linear"
+            compute = kernel_compute_time(one, compute_time(one, profile, model.dtype), profile)
+            in_place = op.category == "linear" and not staged
+            reads = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS) if in_place else 1
+            lines, copies = matrix_lines(one, links, compute, staged=staged, reads=reads)
+            each = per_step * op.layers
+            self.times[op.name] = PassTimes(
+                _needed([_scaled(line, each) for line in lines]),
+                {name: _scaled(line, each) for name, line in copies.items()},
+            )
+        self._leave_out_short_copies()
+
+    def _leave_out_short_copies(self) -> None:
+        """Leave out copies over links that never take longer than the least work."""
+        longest: dict[str, float] = {}
+        for times in self.times.values():
+            for name, (_, by_tier) in times.copies.items():
+                longest[name] = longest.get(name, 0.0) + max(by_tier.values())
+        least = self.rest_s + sum(_least(times.work) for times in self.times.values())
+        for op, times in self.times.items():
+            long = {name: line for name, line in times.copies.items() if longest[name] > least}
+            self.times[op] = replace(times, copies=long)
+
+    @functools.cached_property
+    def limits(self) -> tuple[str, ...]:
+        """What passes may wait for: WORK, and copies."""
+        return (WORK, *sorted({name for times in self.times.values() for name in times.copies}))
+
+    def seconds(self, ratios: Iterable[tuple[str, Sequence[float]]]) -> dict[str, float]:
+        """Seconds of work, and of copies by link, of ops at their `ratios` in every tier."""
+        seconds = {WORK: self.rest_s}
+        for name, of in ratios:
+            self.times[name].add(of, seconds)
+        return seconds
+
+
+def _attention_times(costs: StepCosts, op: Op, spans: Sequence[range]) -> PassTimes:
+    """Attention of a batch's prompts, each in parts at `spans`; a slot lies in one tier."""
+    each = op.layers * costs.workload.batch_size / costs.workload.new_tokens
+    work, copies = dict[int, float](), dict[str, Line]()
+    for number, tier in enumerate(costs.links.direct):
+        parts = [
+            attention_part(op, costs.model, costs.profile, costs.links, tier, span)
+            for span in spans
+        ]
+        work[number] = each * sum(seconds for _, seconds, _ in parts)
+        if number:
+            copies[f"to {tier}"] = 0.0, {number: each * sum(out for _, _, out in parts)}
+    if len(set(work.values())) == 1:
+        return PassTimes(((work[0], {}),), copies)
+    return PassTimes(((0.0, work),), copies)
+
+
+def _scaled(line: Line, by: float) -> Line:
+    constant, by_tier = line
+    return by * constant, {tier: by * seconds for tier, seconds in by_tier.items()}
+
+
+def _needed(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """`lines` without those that are never above the highest constant of one without ratios."""
+    floor = max((constant for constant, by_tier in lines if not by_tier), default=0.0)
+    above = [line for line in lines if line[1] and line[0] + max(line[1].values()) > floor]
+    return ((floor, {}), *above)
+
+
+def _least(lines: Sequence[Line]) -> float:
+    """The highest constant of `lines`, or the least seconds of a single one."""
+    return max(constant + (min(by.values()) if len(lines) == 1 and by else 0.0)
+               for constant, by in lines)  # fmt: skip
