@@ -39,7 +39,7 @@ struct RouteArgs {
   int* ends;            // [experts]: pairs of the experts up to this one
   int* places;          // [n, top_k]: pairs of a row by ascending expert; -1 without a request
   const int* stacked;   // [experts]: the place of each in stacked matrices; null: its number
-  int* use;             // [2, experts]: rows that chose each place, launches that read it; or null
+  int* use;             // [2, experts]: rows that chose each, launches that read a place; or null
   float* logits;        // [n, experts], scratch, as are the next three
   float2* chosen;       // [n, top_k]: an expert's number, as bits, and its weight
   float2* masks;        // [tiles, experts]: rows of a tile, and pairs of earlier tiles, as bits
@@ -210,7 +210,8 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
 
 // Give every pair its place, by one CTA. `ends` [experts] is shared memory.
 __device__ __forceinline__ void place(const RouteArgs& args, int tiles, int* ends) {
-  for (int expert = threadIdx.x; expert < args.experts; expert += kThreads) {
+  for (int number = threadIdx.x; number < args.experts; number += kThreads) {
+    const int expert = args.stacked == nullptr ? number : args.stacked[number];  // by its place
     uint32_t pairs = 0;
 #pragma unroll 4
     for (int tile = 0; tile < tiles; tile++) {
@@ -221,7 +222,7 @@ __device__ __forceinline__ void place(const RouteArgs& args, int tiles, int* end
     }
     ends[expert] = pairs;
     if (args.use != nullptr && pairs > 0) {
-      args.use[expert] += pairs;
+      args.use[number] += pairs;
       args.use[args.experts + expert] += 1;
     }
   }

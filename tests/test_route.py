@@ -135,7 +135,7 @@ def test_a_row_of_nan_chooses_experts_all_the_same(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 5])
 def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> None:
-    """Pairs go by places; what is chosen, and the order of a row's pairs, by numbers."""
+    """Pairs go by places; choices, their counts, and the order of a row's pairs, by numbers."""
     rule = Routing(experts=24, top_k=top_k, scores="sigmoid", groups=3, top_groups=2)
     x = normal(37, 40, dtype=torch.bfloat16, device=kernel_device)
     weight = normal(24, 40, dtype=torch.float32, device=kernel_device)
@@ -151,7 +151,7 @@ def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> Non
         route(x, weight, rule, other, lengths=lengths, stacked=stacked, use=use)
     counts = [torch.diff(of.ends.cpu(), prepend=torch.tensor([0])) for of in (plain, other)]
     assert counts[1].equal(counts[0][order].int())
-    assert (use[0].cpu() - 1).equal(2 * counts[1]) and (use[1].cpu() - 1).equal(
+    assert (use[0].cpu() - 1).equal(2 * counts[0].int()) and (use[1].cpu() - 1).equal(
         2 * (counts[1] > 0).int()
     )
     found = []

@@ -13,7 +13,8 @@ prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
 computes it: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.py, prefill.py,
 cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
-expert_use.py counts the experts that are chosen, by which expert_moves.py lets them change places.
+expert_use.py counts the experts that are chosen, by which expert_moves.py lets them change places,
+on the kernels with the copies of expert_copies.py.
 sampler.py chooses tokens in torch, from logits that adjustments.py changes as a request asks;
 logprobs.py has their log-probabilities. mask_writer.py writes which tokens the form of an answer
 allows for the GPU's steps. machine_planner.py plans for this machine's free memory, build.py makes
@@ -31,6 +32,7 @@ from dakrun.engine.build import (
 from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order, fitting
 from dakrun.engine.draft_choice import DraftChoice
 from dakrun.engine.engine import Engine
+from dakrun.engine.expert_copies import ExpertCopies
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.mask_writer import MaskWriter
@@ -52,6 +54,7 @@ __all__ = [
     "DraftChoice",
     "Engine",
     "EngineStats",
+    "ExpertCopies",
     "GraphRunner",
     "KVWriter",
     "KernelBackend",

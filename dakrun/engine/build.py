@@ -10,6 +10,7 @@ import torch
 
 from dakrun.config import ModelConfig
 from dakrun.engine.decode_step import DecodeStep
+from dakrun.engine.expert_copies import ExpertCopies
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache, RowLayout
@@ -29,6 +30,7 @@ from dakrun.models.families import decoder_of
 from dakrun.plan import (
     RING_GROUPS,
     STAGED_TOGETHER,
+    Links,
     OpPlan,
     Plan,
     kv_positions,
@@ -107,7 +109,7 @@ def build_runner(
         backend.with_buffers(prefill, tokens + cache.slots, logits=False, prompts=True),
         cache, shape, room, chunk_tokens,
     )  # fmt: skip
-    return GraphRunner(step, prompts, cache, shape)
+    return GraphRunner(step, prompts, cache, shape, _expert_copies(plan, backend))
 
 
 def _reference_runner(
@@ -160,6 +162,27 @@ def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Stagin
         staging(staged=in_steps) if in_steps else None,
         staging(staged=in_prefill, early=False) if in_prefill else None,
     )
+
+
+def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
+    """Exchanges of experts between tiers; None where all lie in one, or there are none."""
+    use, tables = backend.expert_use, backend.expert_tables
+    if use is None or tables is None:
+        return None
+    mixture, count = use.mixtures[0], len(use.orders[0])
+    size = sum(
+        matrix.format.nbytes(matrix.shape[0] // count, matrix.shape[1])
+        for matrix in (backend.matrices[one.name] for one in (mixture.up, mixture.down))
+    )
+    spare = torch.empty(size, dtype=torch.uint8, device=backend.like.device)
+    remote = {
+        plan.tiers[tier]
+        for op in plan.ops
+        for tier in range(1, len(plan.tiers))
+        if op.op.chances and op.resident_bytes(tier)
+    }
+    rate = min(Links.of(plan.profile, plan.tiers[1:]).staged[tier] for tier in remote)
+    return ExpertCopies(use, backend.matrices, tables, spare, rate)
 
 
 def tier_accesses(plan: Plan, card: Card) -> dict[str, tuple[TierAccess, ...]]:

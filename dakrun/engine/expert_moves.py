@@ -1,78 +1,116 @@
 """Experts that change places between steps: those of most use come to the local tier.
 
-Knows counts, places and bytes; knows no kernels. An exchange is complete before the next step
-begins. Kernels that read weights before their PDL wait would need a full dependency there, and read
-where an expert lies from a table on the device (`stacked` in native/route.cu).
+Knows counts and places, and in plain torch bytes; expert_copies.py exchanges experts that kernels
+read.
 """
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
-from dakrun.engine.expert_use import CHOSEN, ExpertUse
-from dakrun.geometry import ROWS_PER_BLOCK
-from dakrun.memory.matrix import TieredMatrix
-from dakrun.models.experts import Experts, Mixture
+from dakrun.engine.expert_use import ExpertUse
+from dakrun.memory.device import download
+from dakrun.memory.matrix import MatrixPart, TieredMatrix
+from dakrun.models.experts import Mixture
 
 WINDOW = 32  # decode steps between two looks at the counts
 SIGNIFICANT = 3.0  # standard deviations by which two counts of a window differ
 
+# Lets the experts at two places of a layer change places, the first remote and the second local.
+# Advanced once before each step until it ends. Yields whether an expert is away from its place.
+Exchange = Callable[[int, int, int], Iterator[bool]]
+
 
 class ExpertMoves:
-    """Exchanges of experts, at most one pair between two steps, by the counts of `use`.
+    """Exchanges of experts, one pair after the other, by the counts of `use`.
 
-    `exchanged` pairs of `nbytes` bytes in all so far. Experts move whose matrices are whole row
-    blocks, and lie in one tier.
+    `exchanged` pairs of `nbytes` bytes in all so far. Experts move whose matrices lie in one piece,
+    in one tier. `exchange` moves them, by default in plain torch.
     """
 
-    def __init__(self, use: ExpertUse, matrices: Mapping[str, TieredMatrix]) -> None:
+    def __init__(
+        self,
+        use: ExpertUse,
+        matrices: Mapping[str, TieredMatrix],
+        exchange: Exchange | None = None,
+    ) -> None:
         self._use, self._matrices = use, matrices
-        self._counted = torch.zeros_like(use.table[0, :, CHOSEN])  # up to the last look
+        self._exchange = exchange or self._swap
+        self._counted = torch.zeros_like(use.chosen(), device="cpu")  # up to the last look
+        self._looked: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._steps = 0
         self._due: deque[tuple[int, int, int]] = deque()  # a layer, and two places
-        self._tiers = [_tiers(mixture, matrices) for mixture in use.mixtures]
+        self._moving: Iterator[bool] | None = None
+        self._tiers = [place_tiers(mixture, matrices) for mixture in use.mixtures]
         self.exchanged = self.nbytes = 0
 
-    def between_steps(self) -> None:
-        """Exchange the next pair; look for pairs if a window has passed."""
-        if self._use.steps < self._steps:  # the counts have been cleared
-            self._steps = 0
-            self._counted.zero_()
-        if self._due:
-            self._exchange(*self._due.popleft())
-        elif self._use.steps - self._steps >= WINDOW:
-            self._steps = self._use.steps
-            counted = self._use.table[:, :, CHOSEN].sum(0)
-            recent = (counted - self._counted).tolist()
-            self._counted = counted
-            for layer, (counts, tiers) in enumerate(zip(recent, self._tiers, strict=True)):
-                self._due.extend((layer, *pair) for pair in pairs(counts, tiers))
+    def between_steps(self, *, settle: bool = False) -> None:
+        """Go on with the next pair; look for pairs if a window has passed.
 
-    def _exchange(self, layer: int, first: int, second: int) -> None:
-        """Let the experts at two places of a layer change places."""
+        With `settle` every expert is at its place in the next step.
+        """
+        self._look()
+        if self._moving is None and self._due:
+            self._moving = self._counting(*self._due.popleft())
+        while self._moving is not None:
+            away = next(self._moving, None)
+            if away is None:
+                self._moving = None
+            if not (away and settle):
+                return
+
+    @property
+    def moving(self) -> bool:
+        """Whether a pair is under way."""
+        return self._moving is not None
+
+    def report(self) -> dict[str, Any]:
+        """What has been exchanged, JSON-ready."""
+        return {"exchanged_pairs": self.exchanged, "bytes": self.nbytes}
+
+    def _counting(self, layer: int, first: int, second: int) -> Iterator[bool]:
+        """The exchange of a pair, which is counted when it ends."""
+        yield from self._exchange(layer, first, second)
+        moved = matrices_at(self._use.mixtures[layer], self._matrices, first)
+        self.exchanged += 1
+        self.nbytes += 2 * sum(matrix.nbytes for matrix in moved)
+
+    def _look(self) -> None:
+        """Start to read the counts if a window has passed; find pairs once they are here."""
+        use = self._use
+        if use.steps < self._steps:  # the counts have been cleared
+            self._steps, self._looked = 0, None
+            self._counted.zero_()
+        if self._looked is None and not self._due and use.steps - self._steps >= WINDOW:
+            self._steps = use.steps
+            chosen = use.chosen()
+            counted = download(chosen)
+            ready = torch.cuda.current_stream().record_event() if chosen.is_cuda else None
+            self._looked = counted, ready
+        if self._looked is None or not (self._looked[1] is None or self._looked[1].query()):
+            return
+        counted, self._looked = self._looked[0], None
+        recent, self._counted = (counted - self._counted).tolist(), counted
+        found = []
+        for layer, (by_expert, tiers) in enumerate(zip(recent, self._tiers, strict=True)):
+            counts = [by_expert[expert] for expert in use.orders[layer]]
+            found += [(counts[at] - counts[to], layer, at, to) for at, to in pairs(counts, tiers)]
+        self._due.extend((layer, at, to) for _, layer, at, to in sorted(found, reverse=True))
+
+    def _swap(self, layer: int, first: int, second: int) -> Iterator[bool]:
+        """An Exchange that is complete at once."""
         mixture = self._use.mixtures[layer]
-        for module in (mixture.up, mixture.down):
-            one, other = (self._arrays(module, place) for place in (first, second))
-            for a, b in zip(one, other, strict=True):
+        at = (matrices_at(mixture, self._matrices, place) for place in (first, second))
+        for one, other in zip(*at, strict=True):
+            for a, b in zip(one.arrays, other.arrays, strict=True):
                 kept = a.clone()
                 a.copy_(b)
                 b.copy_(kept)
-                self.nbytes += a.nbytes + b.nbytes
         self._use.exchange(layer, first, second)
-        self._counted[layer, [first, second]] = self._counted[layer, [second, first]]
-        self.exchanged += 1
-
-    def _arrays(self, module: Experts, place: int) -> tuple[torch.Tensor, ...]:
-        """The bytes of the expert at a place, as views."""
-        matrix, blocks = self._matrices[module.name], module.expert_rows // ROWS_PER_BLOCK
-        top = place * blocks
-        for part in matrix.parts:
-            if top < part.split.row_blocks:
-                return part.row_blocks(matrix.shape[1], top, top + blocks).arrays
-            top -= part.split.row_blocks
-        raise AssertionError("a place within the matrix")
+        yield from ()
 
 
 def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
@@ -91,23 +129,20 @@ def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
     return found
 
 
-def _tiers(mixture: Mixture, matrices: Mapping[str, TieredMatrix]) -> list[int | None]:
+def place_tiers(mixture: Mixture, matrices: Mapping[str, TieredMatrix]) -> list[int | None]:
     """The number of the tier in which each place has its matrices; None if not in one, or cut."""
-    found: list[int | None] = []
+    tiers, found = [part.tier for part in matrices[mixture.up.name].parts], list[int | None]()
     for place in range(mixture.router.routing.experts):
-        of_place = {
-            _tier(matrices[module.name], place * rows, (place + 1) * rows)
-            for module in (mixture.up, mixture.down)
-            for rows in [module.expert_rows]
-        }
-        found.append(of_place.pop() if len(of_place) == 1 else None)
+        here = matrices_at(mixture, matrices, place)
+        alike = len(here) == 2 and here[0].tier == here[1].tier
+        found.append(tiers.index(here[0].tier) if alike else None)
     return found
 
 
-def _tier(matrix: TieredMatrix, start: int, stop: int) -> int | None:
-    """The number of the part that has the rows from `start` on, if these are whole row blocks."""
-    for number, (part, rows) in enumerate(matrix.rows):
-        if rows.start <= start and stop <= rows.stop:
-            whole = start % ROWS_PER_BLOCK == stop % ROWS_PER_BLOCK == 0
-            return number if whole and part.split.wave == 1 else None
-    return None
+def matrices_at(
+    mixture: Mixture, matrices: Mapping[str, TieredMatrix], place: int
+) -> list[MatrixPart]:
+    """The matrices of the expert at a place of a layer, as views, but for those that are cut."""
+    experts = mixture.router.routing.experts
+    found = (matrices[one.name].stacked(place, experts) for one in (mixture.up, mixture.down))
+    return [matrix for matrix in found if matrix]

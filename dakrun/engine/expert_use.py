@@ -13,21 +13,23 @@ from dakrun.models.experts import Router, mixtures, routers
 from dakrun.plan import Plan
 
 DECODE, PROMPTS = range(2)  # kinds of steps: without and with tokens of prompts
-CHOSEN, READ = range(2)  # counts: tokens that chose an expert, steps that read it
+CHOSEN, READ = range(2)  # counts: tokens that chose an expert, steps that read a place
 
 
 class ExpertUse:
-    """`table`, int32 [kinds, layers with experts, counts, E] on `device`, by the experts' places.
+    """`table`, int32 [kinds, layers with experts, counts, E] on `device`.
 
-    `rows` of the table is what a router adds to in a step; the host calls `begin_step` for each.
-    `steps` and `tokens` count decode steps and their rows.
+    What tokens chose is counted by the numbers of experts, what steps read by places in memory.
+    `orders` has the experts by place, for each layer. `rows` of the table is what a router adds to
+    in a step; the host calls `begin_step` for each. `steps` and `tokens` count decode steps and
+    their rows.
     """
 
     def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
         self.mixtures = mixtures(model)
         found = routers(model)
         self._numbers = {router.layer: number for number, router in enumerate(found)}
-        self._orders = [list(router.order) for router in found]  # experts by place
+        self.orders = [list(router.order) for router in found]
         self._places: list[list[int] | None] = [
             list(router.places) if router.places else None for router in found
         ]
@@ -51,24 +53,20 @@ class ExpertUse:
 
     def add(self, router: Router, tokens: Mapping[int, int]) -> None:
         """Count `tokens` by the places of the experts that they chose, on the CPU."""
-        rows, places = self.rows(router), torch.tensor(list(tokens))
-        rows[CHOSEN, places] += torch.tensor(list(tokens.values()), dtype=torch.int32)
-        rows[READ, places] += 1
+        rows, order = self.rows(router), self.orders[self._numbers[router.layer]]
+        experts = torch.tensor([order[place] for place in tokens])
+        rows[CHOSEN, experts] += torch.tensor(list(tokens.values()), dtype=torch.int32)
+        rows[READ, torch.tensor(list(tokens))] += 1
 
     def places(self, router: Router) -> Sequence[int] | None:
         """The place of each expert of a router; None if all are in the order of their numbers."""
         return self._places[self._numbers[router.layer]]
 
     def exchange(self, layer: int, first: int, second: int) -> None:
-        """The experts at two places of the layer number `layer` have changed places.
-
-        What tokens chose is counted by expert; steps have read places.
-        """
-        order = self._orders[layer]
+        """The experts at two places of the layer number `layer` have changed places."""
+        order = self.orders[layer]
         order[first], order[second] = order[second], order[first]
         self._places[layer] = sorted(range(len(order)), key=order.__getitem__)
-        chosen = self.table[:, layer, CHOSEN]
-        chosen[:, [first, second]] = chosen[:, [second, first]]
 
     def clear(self) -> None:
         """Forget all counts."""
@@ -77,14 +75,11 @@ class ExpertUse:
 
     def counts(self) -> list[list[int]]:
         """Tokens that chose each expert, in all steps, by layer and by the expert's number."""
-        by_place = self.table[:, :, CHOSEN].sum(0).tolist()
-        found = []
-        for order, counts in zip(self._orders, by_place, strict=True):
-            of_layer = [0] * len(counts)
-            for expert, count in zip(order, counts, strict=True):
-                of_layer[expert] = count
-            found.append(of_layer)
-        return found
+        return self.chosen().tolist()
+
+    def chosen(self) -> torch.Tensor:
+        """The same, int32 [layers with experts, E] on the device of the table."""
+        return self.table[:, :, CHOSEN].sum(0, dtype=torch.int32)
 
     def read_per_step(self) -> float | None:
         """Mean number of experts of a layer that a decode step read; None without a step."""

@@ -23,6 +23,8 @@ from dakrun.engine.decode_step import (
     fill_order,
     fitting,
 )
+from dakrun.engine.expert_copies import ExpertCopies
+from dakrun.engine.expert_moves import ExpertMoves
 from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import Scores
@@ -81,8 +83,18 @@ class GraphRunner:
 
     ahead = 2
 
-    def __init__(self, step: DecodeStep, prefill: Prefill, cache: KVCache, shape: KVShape) -> None:
-        """Capture all buckets. Passes of `prefill` may overwrite the ring where steps stage."""
+    def __init__(
+        self,
+        step: DecodeStep,
+        prefill: Prefill,
+        cache: KVCache,
+        shape: KVShape,
+        copies: ExpertCopies | None = None,
+    ) -> None:
+        """Capture all buckets. Passes of `prefill` may overwrite the ring where steps stage.
+
+        With `copies` experts change places as the run goes.
+        """
         self.chunk_tokens = prefill.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
@@ -104,6 +116,10 @@ class GraphRunner:
         if (use := self._backend.expert_use) is not None:
             use.clear()  # what captures have counted
         self.expert_use: ExpertUse | None = use
+        self._copies, self._moves = copies, None
+        if copies and use:
+            self._moves = ExpertMoves(use, self._backend.matrices, copies.exchange)
+        self._step_s = 0.0  # of the last step without prompts
 
     def details(self) -> dict[str, Any]:
         """Replays and padding rows of each bucket, and the median gap between replays."""
@@ -112,7 +128,8 @@ class GraphRunner:
             {"rows": rows, "replays": count, "padding_rows": self.replays.padding[rows]}
             for rows, count in sorted(self.replays.count.items())
         ]
-        return {"buckets": buckets, "replay_gap_s": gaps}
+        moved = {"expert_moves": self._moves.report()} if self._moves else {}
+        return {"buckets": buckets, "replay_gap_s": gaps, **moved}
 
     @torch.inference_mode()
     def draft(self, most: int) -> None:
@@ -133,6 +150,9 @@ class GraphRunner:
         """Start a step in the smallest bucket that holds all decode rows."""
         self.cache.flush()
         rows, prompts = step
+        if self._moves and self._copies:
+            self._copies.allow(self._step_s)
+            self._moves.between_steps()
         if self.expert_use is not None:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
@@ -205,6 +225,8 @@ class GraphRunner:
         if self._last is not None:
             self._gaps_s.append(self._last.end.elapsed_time(launched.start) / 1e3)
         self._last = launched
+        if self._moves and not launched.step.prompts:
+            self._step_s = launched.start.elapsed_time(launched.end) / 1e3
         logprobs = launched.chosen.collect().logprobs if launched.chosen else ()
         scores = launched.scores.collect() if launched.scores else ()
         tokens, drafted = self._decode.logged(launched.step), list[int]()

@@ -8,9 +8,11 @@ product only scales rows.
 import copy
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
+from dakrun.engine.expert_copies import ExpertTables
 from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
@@ -42,7 +44,7 @@ class KernelBackend:
     ) -> None:
         """`positions` is the capacity of a slot. No matrix is staged (see `with_buffers`)."""
         self.model = model
-        self.matrices = weights.matrices
+        self.matrices: Mapping[str, TieredMatrix] = weights.matrices
         assert all(matrix.for_kernels for matrix in self.matrices.values()), "weights are packed"
         self.staging: Staging | None = None
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
@@ -62,11 +64,19 @@ class KernelBackend:
         device = self.like.device
         self.expert_use = ExpertUse(model, device) if routers(model) else None
         self._kind = DECODE  # of steps in which experts are counted
+        self.expert_tables: ExpertTables | None = None  # of experts that may change places
         self._stacked = {
             router.weight.name: torch.tensor(router.places, dtype=torch.int32, device=device)
             for router in routers(model)
             if router.places
         }
+        if self.expert_use and any(
+            part.split.row_blocks
+            for mixture in self.expert_use.mixtures
+            for one in (mixture.up, mixture.down)
+            for part in self.matrices[one.name].parts[1:]
+        ):
+            self._make_tables(self.expert_use)
         self._experts: ExpertProducts | None = None  # of passes for which buffers are kept
         self._passing: ExpertProducts | None = None  # of this pass
         self._kept: dict[str, torch.Tensor] = {}
@@ -252,6 +262,17 @@ class KernelBackend:
     def one_cta_per_sm(self, n: int) -> bool:
         """Whether a product of `n` rows has one CTA per SM, which takes the SM for itself."""
         return self.kernel_for(n) == "tiled"
+
+    def _make_tables(self, use: ExpertUse) -> None:
+        """Let kernels read the places of experts from tables."""
+        self.expert_tables = tables = ExpertTables(use, self.like.device)
+        found = dict(self.matrices)
+        for layer, mixture in enumerate(use.mixtures):
+            self._stacked[mixture.router.weight.name] = tables.places(layer)
+            for number, one in enumerate((mixture.up, mixture.down)):
+                shifts = tables.shifts(layer, number)
+                found[one.name] = replace(found[one.name], shifts=shifts)
+        self.matrices = found
 
     def _allocate(self, n: int, *, logits: bool = False) -> dict[str, torch.Tensor]:
         """Outputs of a pass of `n` tokens by op; `x` are the hidden states."""

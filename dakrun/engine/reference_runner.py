@@ -266,10 +266,7 @@ class ReferenceRunner:
 
     def details(self) -> dict[str, Any]:
         """The experts that have changed places, in a model that has any."""
-        if self._moves is None:
-            return {}
-        moved = {"exchanged_pairs": self._moves.exchanged, "bytes": self._moves.nbytes}
-        return {"expert_moves": moved}
+        return {"expert_moves": self._moves.report()} if self._moves else {}
 
     def draft(self, most: int) -> None:
         """Prepare for steps that carry up to `most` drafted tokens of a row."""

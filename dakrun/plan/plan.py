@@ -19,16 +19,23 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int
     """Bytes of the local tier's buffers for the staged parts of `ops`.
 
     Decode steps stage the ops of that transport, a staged `prefill` all matrices. Both use the
-    same buffers.
+    same buffers. Where experts are in several tiers, there is room for one more, since they change
+    places.
     """
+    placed = list(ops)
+    spare = sum(
+        op.op.resident_bytes // len(op.op.chances)
+        for op in placed
+        if op.op.chances and op.remote_bytes
+    )
     staged = [
         op
-        for op in ops
+        for op in placed
         if op.transport == "staged" or (prefill == "staged" and op.op.category == "linear")
     ]
     total = sum(op.remote_bytes for op in staged)
     largest = max((op.largest_remote_part for op in staged), default=0)
-    return ring_bytes(largest, total)
+    return ring_bytes(largest, total) + spare
 
 
 def ring_bytes(largest: int, total: int) -> int:

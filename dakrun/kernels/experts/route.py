@@ -100,9 +100,9 @@ def route(
     Weight and bias are float32; sums are float32, with the same bits however many rows there are.
     Rows with negative `lengths`, int32 [N], are without a request and choose none. `stacked`,
     int32 [E], has the place of each expert in stacked matrices, by default its number. The launch
-    adds to `use`, int32 [2, E], the rows that chose each place, and 1 where any did. It has
-    `ctas` CTAs at least. With `pdl` it may start before its predecessor ends. Returns `out`, which
-    has room for N rows. Raises ValueError if an operand has the wrong shape, dtype, device or
+    adds to `use`, int32 [2, E], the rows that chose each expert, and 1 to each place that any did.
+    It has `ctas` CTAs at least. With `pdl` it may start before its predecessor ends. Returns `out`,
+    which has room for N rows. Raises ValueError if an operand has the wrong shape, dtype, device or
     alignment, or for more experts, choices or groups than the kernel takes.
     """
     if x.dtype not in operands.DTYPES or x.dim() != 2 or not x.numel() or x.shape[1] % CHUNK:

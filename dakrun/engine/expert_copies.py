@@ -1,0 +1,139 @@
+"""Exchanges of experts that kernels read, by copies that run beside steps.
+
+Knows bytes, places and streams; expert_moves.py says which experts to exchange.
+
+Kernels find an expert by its place, which says who reads it, and by a shift: the bytes from there
+to where it is. One piece of HBM is spare. A hot expert comes from the host, a cold one goes there:
+
+    beside steps:   hot expert, host -> spare    both are read where they were
+    between steps:  places and shifts change     hot is read from the spare piece
+    beside steps:   cold expert, HBM -> host     still read from HBM, by the host's CTAs
+    between steps:  its shift changes            its piece of HBM is the spare one now
+
+Tables change in the order of the stream, before the first kernel of a step, which no other of the
+step overtakes. So a piece that no table names is free, and captured graphs stay as they are.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from dakrun.engine.expert_moves import matrices_at
+from dakrun.engine.expert_use import ExpertUse
+from dakrun.kernels.runtime import CopyStream
+from dakrun.memory.device import upload
+from dakrun.memory.matrix import TieredMatrix
+
+COPY_SHARE = 0.01  # of what the link carries in a step, at most, for copies of experts
+LEAST_COPY = 64 << 10  # bytes of a step, however short it is
+
+
+class ExpertTables:
+    """Of each layer the places of the experts, and each place's shifts in the two matrices.
+
+    Kernels read them on `device`; `set_places` and `set_shift` take effect with `publish`.
+    """
+
+    def __init__(self, use: ExpertUse, device: torch.device) -> None:
+        layers, experts = len(use.orders), len(use.orders[0])
+        self._host = torch.zeros(layers, 3, experts, dtype=torch.int64)
+        for layer, order in enumerate(use.orders):
+            self.set_places(layer, order)
+        self._device = self._host.to(device, copy=True)
+
+    def places(self, layer: int) -> torch.Tensor:
+        """int32 [E] on the device: the place of each expert, by its number."""
+        experts = self._device.shape[2]
+        return self._device[layer, 2].view(torch.int32)[:experts]
+
+    def shifts(self, layer: int, matrix: int) -> torch.Tensor:
+        """int64 [E] on the device: bytes from each place of a matrix to where its expert lies."""
+        return self._device[layer, matrix]
+
+    def set_places(self, layer: int, order: Sequence[int]) -> None:
+        """Let the experts `order` be at the places of a layer."""
+        places = sorted(range(len(order)), key=order.__getitem__)
+        self._host[layer, 2].view(torch.int32)[: len(places)] = torch.tensor(places)
+
+    def set_shift(self, layer: int, matrix: int, place: int, shift: int) -> None:
+        """Let the expert at a place lie `shift` bytes behind it."""
+        self._host[layer, matrix, place] = shift
+
+    def publish(self, layer: int) -> None:
+        """Let what is launched from now on read the layer's tables as they are."""
+        self._device[layer].copy_(upload(self._host[layer].clone(), self._device.device))
+
+
+class ExpertCopies:
+    """Exchanges pairs of experts, of `matrices` whose shifts are in `tables`.
+
+    `spare`, uint8 in HBM, has room for an expert. Copies of a step take up to COPY_SHARE of the
+    seconds of the last one, at `rate` bytes/s.
+    """
+
+    def __init__(
+        self,
+        use: ExpertUse,
+        matrices: Mapping[str, TieredMatrix],
+        tables: ExpertTables,
+        spare: torch.Tensor,
+        rate: float,
+    ) -> None:
+        self._use, self._matrices, self._tables = use, matrices, tables
+        self._stream, self._rate = CopyStream(spare.device), rate
+        self._room = LEAST_COPY  # bytes that may be copied beside the next step
+        self._spare: list[torch.Tensor] = []  # for the two matrices of an expert
+        self._space = spare
+        self._pieces: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer and local place
+
+    def allow(self, seconds: float | None) -> None:
+        """Allow copies beside the next step, if it takes `seconds`; None: as many as there are."""
+        bounded = None if seconds is None else round(COPY_SHARE * seconds * self._rate)
+        self._room = sys.maxsize if bounded is None else max(LEAST_COPY, bounded)
+
+    def exchange(self, layer: int, first: int, second: int) -> Iterator[bool]:
+        """An Exchange (expert_moves.py) of the experts at a remote and a local place of a layer."""
+        remote, local = (self._homes(layer, place) for place in (first, second))
+        cold = self._pieces.pop((layer, second), local)
+        hot = self._spare or list(self._space.split([piece.nbytes for piece in cold]))
+        yield from self._copied(hot, remote, away=False)
+        self._use.exchange(layer, first, second)
+        self._tables.set_places(layer, self._use.orders[layer])
+        self._lie(layer, second, local, hot)
+        self._lie(layer, first, remote, cold)
+        self._tables.publish(layer)
+        yield from self._copied(remote, cold, away=True)
+        self._lie(layer, first, remote, remote)
+        self._tables.publish(layer)
+        self._pieces[layer, second], self._spare = hot, cold
+
+    def _homes(self, layer: int, place: int) -> list[torch.Tensor]:
+        """The bytes of a place's matrices, which are in one array each."""
+        found = matrices_at(self._use.mixtures[layer], self._matrices, place)
+        return [data for matrix in found for data in matrix.arrays]
+
+    def _lie(
+        self, layer: int, place: int, homes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Let the expert at a place lie in `pieces`."""
+        for number, (home, piece) in enumerate(zip(homes, pieces, strict=True)):
+            self._tables.set_shift(layer, number, place, piece.data_ptr() - home.data_ptr())
+
+    def _copied(
+        self, to: Sequence[torch.Tensor], of: Sequence[torch.Tensor], *, away: bool
+    ) -> Iterator[bool]:
+        """Copy `of` beside steps; yields `away` before each of these."""
+        for there, here in zip(to, of, strict=True):
+            first = 0
+            while first < here.nbytes:
+                if self._room <= 0:
+                    yield away
+                    self._stream.join()
+                end = min(first + self._room, here.nbytes)
+                self._stream.follow()
+                self._stream.copy((there[first:end], here[first:end]))
+                self._room -= end - first
+                first = end
+        yield away
+        self._stream.join()

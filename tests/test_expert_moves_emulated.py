@@ -1,0 +1,148 @@
+"""Experts that change places as a run goes, on the kernels: no token changes."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_graph_runner_emulated import CONFIGS, graphs
+from test_kernel_decoder import CARD, CPU, ROOM, config_of, launched
+from tiny_models import save_half
+
+from dakrun.config import SamplingParams, Workload
+from dakrun.engine import (
+    DecodeStep,
+    Engine,
+    ExpertCopies,
+    GraphRunner,
+    KernelBackend,
+    Prefill,
+    expert_copies,
+    expert_moves,
+    tier_accesses,
+)
+from dakrun.engine.kv_cache import KVCache
+from dakrun.hardware import load_profile
+from dakrun.kernels.attention import KVShape
+from dakrun.kernels.runtime import CopyStream, copy
+from dakrun.memory.tiers import allocate_tiers
+from dakrun.models import decoder_of
+from dakrun.plan import Policy, kv_positions, make_plan
+from dakrun.requests import Completion, Request
+from dakrun.weights import Checkpoint, Packing, load, tier_capacities
+
+__all__ = ["graphs", "launched"]  # fixtures that all tests use
+BATCH, PIECE, EXPERTS = 3, 40_000, 12
+
+
+def skewed(path: Path) -> Path:
+    """A checkpoint whose routers like the experts that are stacked last."""
+    model = save_half(CONFIGS["glm4-moe"], path)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = torch.linspace(0.6, 0, len(tensor))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return model
+
+
+def engine_of(path: Path, ratio: float) -> Engine:
+    """An engine whose experts may move, `ratio` of whose bytes are remote."""
+    config = config_of(path)
+    work = Workload(batch_size=BATCH, prompt_len=16, new_tokens=8, max_model_len=100)
+    policy = Policy(
+        hbm_budget=2**30, host_budget=2**30, offload_ratio=ratio, kv_offload_ratio=0.0,
+        transport="direct", strategy="uniform",
+    )  # fmt: skip
+    plan = make_plan(config, work, load_profile("h200-pcie5"), policy)
+    tiers = allocate_tiers(tier_capacities(plan, packed=True), CPU)
+    accesses = tier_accesses(plan, CARD)
+    shape = KVShape(config.num_kv_heads, config.head_dim, kv_positions(work))
+    cache = KVCache(plan.kv_placement(), config.num_layers, shape, tiers, CPU)
+    with Checkpoint(path) as source:
+        weights = load(source, plan, tiers, CPU, packing=Packing(accesses, CARD))
+    backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
+    step = DecodeStep(backend.with_buffers(None, BATCH), cache, shape, accesses["attention"])
+    room = torch.empty(ROOM, dtype=torch.uint8)
+    prefill = Prefill(
+        backend.with_buffers(None, 128 + BATCH, logits=False, prompts=True), cache, shape, room, 128
+    )
+    copies = None
+    if (tables := backend.expert_tables) is not None:
+        assert backend.expert_use
+        of_expert = expert_moves.matrices_at(backend.expert_use.mixtures[0], backend.matrices, 0)
+        spare = torch.full((sum(one.nbytes for one in of_expert),), 0x7F, dtype=torch.uint8)
+        copies = ExpertCopies(backend.expert_use, backend.matrices, tables, spare, 1e9)
+    return Engine(GraphRunner(step, prefill, cache, shape, copies), plan, None)
+
+
+def run(engine: Engine) -> dict[str, tuple[int, ...]]:
+    requests = [
+        Request(
+            id=str(i), line=i + 1, prompt_ids=tuple(range(5 + i, 8 + 4 * i)),
+            params=SamplingParams(max_tokens=16 + 2 * i, ignore_eos=True),
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    found = {}
+    for one in engine.generate(requests):
+        assert isinstance(one, Completion), one
+        found[one.id] = one.token_ids
+    return found
+
+
+def test_tokens_are_those_of_experts_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are as early as the stream of steps lets them be, or as late, and take several steps.
+
+    At the end the local tier has the experts of most use, and every place the bytes of its expert.
+    """
+    monkeypatch.setattr(expert_moves, "WINDOW", 4)
+    monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
+    monkeypatch.setattr(expert_copies, "LEAST_COPY", PIECE)
+    path, pending = skewed(tmp_path / "model"), list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def join(_: CopyStream) -> None:
+        while pending:
+            copy(*pending.pop(0))
+
+    wanted = run(engine_of(path, 0.0))
+    check(path, wanted)
+    monkeypatch.setattr(CopyStream, "copy", lambda _, *pairs: pending.extend(pairs))
+    monkeypatch.setattr(CopyStream, "join", join)
+    check(path, wanted)
+
+
+def check(path: Path, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Run with half of the weights in the remote tier."""
+    engine = engine_of(path, 0.5)
+    runner = engine.runner
+    assert isinstance(runner, GraphRunner) and runner.expert_use and runner._moves
+    use, matrices = runner.expert_use, runner._backend.matrices
+    (mixture,), order = use.mixtures, list(use.orders[0])
+    homes = [expert_moves.matrices_at(mixture, matrices, place) for place in range(EXPERTS)]
+    before = [[one.arrays[0].clone() for one in of] for of in homes]
+    tiers = expert_moves.place_tiers(mixture, matrices)
+    assert run(engine) == wanted
+    moved = runner.details()["expert_moves"]
+    assert moved["exchanged_pairs"] >= 3 and moved["bytes"] >= 6 * PIECE
+    while runner._moves.moving:
+        runner._moves.between_steps(settle=True)
+    counts = [use.counts()[0][expert] for expert in use.orders[0]]
+    local, remote = ([n for n, at in zip(counts, tiers, strict=True) if at == t] for t in (0, 1))
+    assert sum(local) / len(local) > 2 * sum(remote) / len(remote)
+    assert sorted(use.orders[0]) == sorted(order) and use.orders[0] != order
+    for place, home in enumerate(homes):
+        for one, part, then in zip(
+            (mixture.up, mixture.down),
+            home,
+            before[order.index(use.orders[0][place])],
+            strict=False,
+        ):
+            shift = int(matrices[one.name].shifts[place])
+            assert not shift or tiers[place] == 0
+            lies = (ctypes.c_uint8 * part.nbytes).from_address(part.arrays[0].data_ptr() + shift)
+            assert torch.frombuffer(lies, dtype=torch.uint8).equal(then)
