@@ -42,9 +42,9 @@ def test_results_do_not_depend_on_where_experts_lie(rows: int) -> None:
     expected = torch.zeros(rows, 16)
     for row in range(rows):
         for number, weight in zip(index[row].tolist(), weights[row], strict=True):
-            expert = Sizes(16, 6).views(whole._experts[number])
-            gate, up = (expert.gate_up @ x[row]).chunk(2)
-            expected[row] += weight * (expert.down @ (gate * gate.sigmoid() * up))
+            gate_up, down = Sizes(16, 6).views(whole._experts[number])
+            gate, up = (gate_up @ x[row]).chunk(2)
+            expected[row] += weight * (down @ (gate * gate.sigmoid() * up))
     for each in found:
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-4)
     distinct = index.unique()

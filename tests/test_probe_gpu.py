@@ -136,7 +136,9 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     # Sweeps need a GPU: those of a profile stand in.
     for kind in ("hbm", "l2", "direct", "congestion", "amplification", "multicast"):
         sweep = measured.sweeps[kind if kind in ("hbm", "l2") else f"host {kind}"]
-        monkeypatch.setattr(f"dakrun.lab.probe.sweeps.{kind}_sweep", lambda *_, sweep=sweep: sweep)
+        monkeypatch.setattr(
+            f"dakrun.lab.probe.sweeps.{kind}_sweep", lambda *_, sweep=sweep, **__: sweep
+        )
     monkeypatch.setattr(
         "dakrun.lab.probe.sweeps.copy_rates", lambda *_: [5.54e10, 5.55e10, 5.56e10]
     )

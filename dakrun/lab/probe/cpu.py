@@ -35,7 +35,6 @@ ROWS = 8  # of norms and sampling
 NORM_COLUMNS, VOCABULARY = 2**14, 2**15
 
 Op = Callable[[int, int, torch.dtype], Callable[[], object]]
-Bound = Callable[[int, int, Dtype], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,23 +192,29 @@ def linear_costs(watch: Stopwatch) -> OpCosts:
 
 
 def _costs(
-    watch: Stopwatch, name: str, rows: Sequence[int], op: Op, sizes: Sequence[int], bound: Bound
-) -> OpCosts:
-    """Costs by `rows` of the calls that op(n, size, dtype) makes, which take `bound` at least.
+    watch: Stopwatch, name: str, rows: Sequence[int], op: Op, sizes: Sequence[int], read: float,
+    elements: int, compute: Mapping[Dtype, ComputeRate] | None = None,
+) -> OpCosts:  # fmt: skip
+    """Costs by `rows` of the calls that op(n, size, dtype) makes.
 
     The first of `sizes` is small, so that its time is the fixed cost. The second, over n, is large:
-    the efficiency is its bound over its time without the fixed cost. Both are means over
-    COST_DTYPES.
+    the efficiency is its least time over its time without the fixed cost. It reads and writes
+    `elements` from `read` bytes/s, and computes 2 FLOP with each if `compute` is given. Both
+    figures are means over COST_DTYPES.
     """
     seconds, efficiency = [], []
     for n in rows:
         fixed, ratios = [], []
-        small, large = sizes[0], sizes[1] // n
         for dtype in COST_DTYPES:
-            of = getattr(torch, dtype)
-            fixed.append(watch.seconds(f"{name} {dtype} N={n}, fixed", op(n, small, of)))
-            beyond = watch.seconds(f"{name} {dtype} N={n}", op(n, large, of)) - fixed[-1]
-            ratios.append(min(1.0, bound(n, large, dtype) / beyond) if beyond > 0 else 1.0)
+            small, large = (
+                op(n, size, getattr(torch, dtype)) for size in (sizes[0], sizes[1] // n)
+            )
+            bound = DTYPE_BYTES[dtype] * elements / read
+            if compute is not None:
+                bound = max(bound, 2.0 * elements / compute[dtype].at(n))
+            fixed.append(watch.seconds(f"{name} {dtype} N={n}, fixed", small))
+            beyond = watch.seconds(f"{name} {dtype} N={n}", large) - fixed[-1]
+            ratios.append(min(1.0, bound / beyond) if beyond > 0 else 1.0)
         seconds.append(statistics.geometric_mean(fixed))
         efficiency.append(max(MIN_EFFICIENCY, statistics.geometric_mean(ratios)))
     return OpCosts(rows=tuple(rows), seconds=tuple(seconds), efficiency=tuple(efficiency))
@@ -220,9 +225,10 @@ def attention_costs(
 ) -> OpCosts:
     """Costs of decode attention by slots, of one position and of as many as `buffer` has."""
     heads, dim = 8, 64
+    position = 2 * heads * dim
 
     def op(slots: int, length: int, dtype: torch.dtype) -> Callable[[], object]:
-        used = buffer[: 2 * slots * heads * length * dim].to(dtype)
+        used = buffer[: slots * length * position].to(dtype)
         kept = used.view(slots, 2, length, heads, dim)
         q = torch.rand(slots, heads, dim).to(dtype)
 
@@ -233,12 +239,8 @@ def attention_costs(
 
         return attend
 
-    def bound(slots: int, length: int, dtype: Dtype) -> float:
-        elements = 2 * slots * heads * length * dim
-        return max(DTYPE_BYTES[dtype] * elements / read, 2.0 * elements / compute[dtype].at(slots))
-
-    sizes = 1, buffer.numel() // (2 * heads * dim)
-    return _costs(watch, "attention", watch.sizes.batch_sizes, op, sizes, bound)
+    most, rows = buffer.numel() // position, watch.sizes.batch_sizes
+    return _costs(watch, "attention", rows, op, (1, most), read, most * position, compute)
 
 
 def norm_costs(watch: Stopwatch, read: float) -> OpCosts:
@@ -248,10 +250,8 @@ def norm_costs(watch: Stopwatch, read: float) -> OpCosts:
         x, weight = torch.rand(n, cols).to(dtype), torch.rand(cols).to(dtype)
         return lambda: (layer_norm(x, weight, weight), rms_norm(x, weight, 1e-5))
 
-    def bound(n: int, cols: int, dtype: Dtype) -> float:
-        return 2 * 2 * n * cols * DTYPE_BYTES[dtype] / read
-
-    both = _costs(watch, "two norms", (ROWS,), op, (8, ROWS * NORM_COLUMNS), bound)
+    most = ROWS * NORM_COLUMNS
+    both = _costs(watch, "two norms", (ROWS,), op, (8, most), read, 2 * 2 * most)
     return replace(both, seconds=tuple(seconds / 2 for seconds in both.seconds))
 
 
@@ -263,10 +263,8 @@ def sampling_costs(watch: Stopwatch, read: float) -> OpCosts:
         rows = [SamplingParams()] * n, range(n), range(n)
         return lambda: sample(logits, *rows)
 
-    def bound(n: int, vocab: int, dtype: Dtype) -> float:
-        return n * vocab * DTYPE_BYTES[dtype] / read
-
-    return _costs(watch, "sampling", (ROWS,), op, (8, ROWS * VOCABULARY), bound)
+    most = ROWS * VOCABULARY
+    return _costs(watch, "sampling", (ROWS,), op, (8, most), read, most)
 
 
 def _whole(data: torch.Tensor) -> TieredMatrix:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
-from dakrun.lab.ceilings import KIB, MIB, Ring
+from dakrun.lab.ceilings import GIB, KIB, MIB, Ring
 from dakrun.units import format_bytes
 
 MIN_BYTES = 256 * MIB  # minimum size of a buffer; a smaller one would measure L2
@@ -39,41 +40,32 @@ class Effort:
     batch_sizes: tuple[int, ...]
 
 
-FULL = Effort(
-    seconds=0.02,
-    runs=5,
-    hbm_bytes=8 * 2**30,
-    hbm_rings=((4 * KIB, 8), (8 * KIB, 8), (16 * KIB, 4), (16 * KIB, 8), (16 * KIB, 12),
-               (32 * KIB, 6)),
-    l2_bytes=tuple(n * MIB for n in (4, 16, 24, 32, 64, 256)),
-    host_bytes=4 * 2**30,
-    peer_bytes=4 * 2**30,
-    remote_rings=((2 * KIB, 2), (4 * KIB, 4), (8 * KIB, 4), (8 * KIB, 8), (16 * KIB, 8)),
-    windows=tuple(2**i for i in range(15, 24)),
-    sms=(1, 2, 4, 8, 16, 32, 64),
-    op_bytes=tuple(n * MIB for n in (4, 8, 32, 64, 128, 256, 512)),
-    rows=(8, 16, 32, 64),
-    many_rows=(128, 256, 512, 1024, 2048, 4096),
-    slots=(8, 64, 512),
-    batch_sizes=tuple(2**i for i in range(3, 13)),
-)  # fmt: skip
-QUICK = Effort(
-    seconds=0.006,
-    runs=3,
-    hbm_bytes=2 * 2**30,
-    hbm_rings=((16 * KIB, 8), (16 * KIB, 12), (32 * KIB, 6)),
-    l2_bytes=(),
-    host_bytes=2**29,
-    peer_bytes=2**30,
-    remote_rings=((8 * KIB, 4), (16 * KIB, 8)),
-    windows=tuple(2**i for i in range(17, 23)),
-    sms=(2, 4, 8, 16, 32),
-    op_bytes=tuple(n * MIB for n in (8, 32, 128, 256)),
-    rows=(8, 64),
-    many_rows=(128, 1024),
-    slots=(8, 512),
-    batch_sizes=(8, 64, 512, 2048),
-)
+SIZES: dict[str, Any] = {  # in full, and quickly
+    "seconds": (0.02, 0.006),
+    "runs": (5, 3),
+    "hbm_bytes": (8 * GIB, 2 * GIB),
+    "hbm_rings": (
+        ((4 * KIB, 8), (8 * KIB, 8), (16 * KIB, 4), (16 * KIB, 8), (16 * KIB, 12), (32 * KIB, 6)),
+        ((16 * KIB, 8), (16 * KIB, 12), (32 * KIB, 6)),
+    ),
+    "l2_bytes": (tuple(n * MIB for n in (4, 16, 24, 32, 64, 256)), ()),
+    "host_bytes": (4 * GIB, GIB // 2),
+    "peer_bytes": (4 * GIB, GIB),
+    "remote_rings": (
+        ((2 * KIB, 2), (4 * KIB, 4), (8 * KIB, 4), (8 * KIB, 8), (16 * KIB, 8)),
+        ((8 * KIB, 4), (16 * KIB, 8)),
+    ),
+    "windows": (tuple(2**i for i in range(15, 24)), tuple(2**i for i in range(17, 23))),
+    "sms": ((1, 2, 4, 8, 16, 32, 64), (2, 4, 8, 16, 32)),
+    "op_bytes": tuple(
+        tuple(n * MIB for n in of) for of in ((4, 8, 32, 64, 128, 256, 512), (8, 32, 128, 256))
+    ),
+    "rows": ((8, 16, 32, 64), (8, 64)),
+    "many_rows": ((128, 256, 512, 1024, 2048, 4096), (128, 1024)),
+    "slots": ((8, 64, 512), (8, 512)),
+    "batch_sizes": (tuple(2**i for i in range(3, 13)), (8, 64, 512, 2048)),
+}
+FULL, QUICK = (Effort(**{name: of[quick] for name, of in SIZES.items()}) for quick in (0, 1))
 
 
 def buffer_sizes(

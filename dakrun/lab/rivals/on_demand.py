@@ -6,7 +6,7 @@ products of those that are there meanwhile. The experts of most use stay in HBM.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,24 +18,12 @@ from dakrun.config import ModelConfig, Popularity
 from dakrun.hardware import LOCAL
 from dakrun.kernels.runtime import CopyStream
 from dakrun.lab.rivals.architecture import decoder_layers, materialise, weight_bytes
-from dakrun.memory.tiers import HOST, Tier, aligned, allocate_tiers
+from dakrun.memory.tiers import HOST, aligned, allocate_tiers
 from dakrun.units import ceil_div
 
 BUFFERS = 4  # experts in HBM on their way to products
 DRAWN_STEPS = 64  # whose choices are drawn; later steps repeat them
 STANDARD_DEVIATION = 0.02
-
-
-class Expert(NamedTuple):
-    """The matrices of an expert: gate and up [2 I, H], down [H, I]; views of one tensor."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Its result [n, H] for rows x [n, H]."""
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
 
 
 class Sizes(NamedTuple):
@@ -49,11 +37,10 @@ class Sizes(NamedTuple):
         """Elements of all matrices."""
         return 3 * self.hidden * self.ffn
 
-    def views(self, room: torch.Tensor) -> Expert:
-        """The matrices in a tensor of so many elements."""
-        hidden, ffn = self
-        up, down = room.split((2 * hidden * ffn, hidden * ffn))
-        return Expert(up.view(2 * ffn, hidden), down.view(hidden, ffn))
+    def views(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up [2 I, H], and down [H, I], in a tensor of so many elements."""
+        up, down = room.split((2 * self.hidden * self.ffn, self.hidden * self.ffn))
+        return up.view(2 * self.ffn, self.hidden), down.view(self.hidden, self.ffn)
 
 
 class Buffers:
@@ -108,7 +95,9 @@ class OnDemandExperts(torch.nn.Module):
 
         def add(at: int, expert: torch.Tensor) -> None:
             tokens = pairs[at] // k
-            found = self._sizes.views(expert)(hidden_states[tokens])
+            gate_up, down = self._sizes.views(expert)
+            gate, up = F.linear(hidden_states[tokens], gate_up).chunk(2, dim=-1)
+            found = F.linear(F.silu(gate) * up, down)
             out.index_add_(0, tokens, (found * weights[pairs[at], None]).to(out.dtype))
 
         waiting = deque(at for at, number in enumerate(numbers) if number in self._remote)
@@ -159,8 +148,11 @@ def built(
         for number, block in enumerate(blocks):
             order = mixture.choices.orders[number] if mixture.choices else range(count)
             remote = frozenset(order[count - held :])
-            experts = _random(sizes, remote, count, tiers, rooms[0])
-            choices = None
+            experts, choices = [], None
+            for expert in range(count):
+                tier = tiers[HOST if expert in remote else LOCAL]
+                experts.append(tier.allocate((sizes.elements,), dtype))
+                experts[-1].copy_(rooms[0].normal_(0, STANDARD_DEVIATION))
             if mixture.choices:
                 choices = drawn(mixture.choices, number, rows, mixture.routing.top_k).to(device)
             block.experts = OnDemandExperts(sizes, experts, remote, buffers, choices)
@@ -181,15 +173,3 @@ def drawn(popularity: Popularity, layer: int, rows: int, top_k: int) -> torch.Te
     shape = DRAWN_STEPS, rows, len(rates)
     clocks = torch.empty(shape, dtype=torch.float64).exponential_(generator=generator)
     return (clocks / rates).topk(top_k, largest=False).indices
-
-
-def _random(
-    sizes: Sizes, remote: frozenset[int], count: int, tiers: Mapping[str, Tier], room: torch.Tensor
-) -> list[torch.Tensor]:
-    """Random experts in their tiers, drawn in `room` of HBM."""
-    found = []
-    for number in range(count):
-        tier = tiers[HOST if number in remote else LOCAL]
-        found.append(tier.allocate((sizes.elements,), room.dtype))
-        found[-1].copy_(room.normal_(0, STANDARD_DEVIATION))
-    return found
