@@ -70,6 +70,11 @@ class Weight:
         return f"{self} N={self.n}"
 
     @property
+    def scale(self) -> float:
+        """Standard deviation of random elements: outputs keep the scale of X."""
+        return self.cols**-0.5
+
+    @property
     def units(self) -> int:
         return row_block_count(self.rows)
 
@@ -109,7 +114,7 @@ class Slots:
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each slot
 
     kernel, stored, key, baseline = "attention", "KV", "kv", "sdpa"
-    min_launches = 4
+    min_launches, scale = 4, 1.0
 
     def __post_init__(self) -> None:
         ends = (self.length if self.shortest is None else self.shortest, self.length)

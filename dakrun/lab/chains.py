@@ -50,9 +50,13 @@ class Chains(ABC):
     def device(self) -> torch.device:
         return self.buffers[LOCAL].device
 
-    @abstractmethod
-    def fill(self, operand: Any) -> None:
-        """Write random values for `operand` into all buffers."""
+    _scale = 0.0  # of the values in the buffers
+
+    def fill(self, operand: Operand) -> None:
+        """Write normal values of the operand's scale into all buffers."""
+        if operand.scale != self._scale:
+            self._scale = operand.scale
+            fill_random(self.buffers, self.dtype, scale=operand.scale)
 
     @abstractmethod
     def kernel(
@@ -88,18 +92,10 @@ class GemmChains(Chains):
     the next launch's weight into L2, as decode steps do; that is one of at least eight.
     """
 
-    _cols = 0  # columns of the weights in the buffers
-
     def compile(self, rows: Sequence[int], *, mixes: bool) -> None:
         """Compile the kernels for so many rows side by side."""
         variants = Products(self.device, self.card).variants(rows, self.dtype, mixes=mixes)
         compile_ahead(variants, architecture(self.device.index))
-
-    def fill(self, operand: Weight) -> None:
-        """Write normal weights of variance 1 / K, so that outputs keep the scale of X."""
-        if operand.cols != self._cols:
-            self._cols = operand.cols
-            fill_random(self.buffers, self.dtype, scale=self._cols**-0.5)
 
     def kernel(
         self, case: Case, access: Sequence[TierAccess], layout: Card | None = None
@@ -165,14 +161,6 @@ class AttentionChains(Chains):
     D], which already contain the new token. Slots of different lengths need a mask, with which
     torch also reads the padding; only the slots' own positions count as bytes.
     """
-
-    _filled = False
-
-    def fill(self, operand: Slots) -> None:
-        """Write normal keys and values, once for all cases."""
-        if not self._filled:
-            fill_random(self.buffers, self.dtype)
-        self._filled = True
 
     def kernel(
         self, case: Case, access: Sequence[TierAccess], layout: Card | None = None

@@ -26,12 +26,6 @@ HINT = "choose smaller shapes, cases or ratios, or end other programs that use t
 Buffers = dict[str, torch.Tensor]  # uint8 [bytes] by tier, HBM first
 
 
-def check_gpu() -> None:
-    """Raise CannotRun if there is no GPU."""
-    if not torch.cuda.is_available():
-        raise CannotRun("this benchmark needs a CUDA GPU", hint="see: dakrun doctor")
-
-
 class Room:
     """Buffers on `device` and in remote tiers that grow; a context manager that frees them."""
 

@@ -70,29 +70,31 @@ class KernelSweep:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of a table; those of ops and ablations only if the sweep has any."""
-        ops = any(isinstance(of, Weight) and of.ops for of in self.operands)
-        of_gemm = (
-            Column("shape", "shape"),
-            *((Column("ops", "op", rank=4),) if ops else ()),
-            Column("n", "N"),
-            Column("by", "kernel", rank=6),
-        )
-        is_gemm = isinstance(self.operands[0], Weight)
-        return (
-            *(of_gemm if is_gemm else (Column("case", "case"),)),
-            Column("ratio", "remote", "{:.2%}".format),
-            Column("time_s", "time us", microseconds),
-            Column("spread", "spread", "{:.1%}".format, rank=7),
-            Column("bytes_per_s", "GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
-            Column("bound_over_time", "share of ceiling", "{:.1%}".format),
-            Column("predicted_s", "predicted us", microseconds, rank=5),
-            Column(*(("cublas_s", "cuBLAS us") if is_gemm else ("sdpa_s", "SDPA us")),
-                   microseconds, rank=3),
-            Column("speedup", "speedup", "{:.2f}".format, rank=2),
-            *((Column("window_off_s", "no window us", microseconds, rank=1),
-               Column("alignment_off_s", "unaligned us", microseconds, rank=1))
-              if self.ablations else ()),
-        )  # fmt: skip
+        gemm = [of for of in self.operands if isinstance(of, Weight)]
+        hidden = {"case", "sdpa_s"} if gemm else {"shape", "n", "by", "cublas_s"}
+        hidden |= set() if any(of.ops for of in gemm) else {"ops"}
+        hidden |= set() if self.ablations else {"window_off_s", "alignment_off_s"}
+        return tuple(column for column in COLUMNS if column.key not in hidden)
+
+
+COLUMNS = (
+    Column("shape", "shape"),
+    Column("case", "case"),
+    Column("ops", "op", rank=4),
+    Column("n", "N"),
+    Column("by", "kernel", rank=6),
+    Column("ratio", "remote", "{:.2%}".format),
+    Column("time_s", "time us", microseconds),
+    Column("spread", "spread", "{:.1%}".format, rank=7),
+    Column("bytes_per_s", "GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
+    Column("bound_over_time", "share of ceiling", "{:.1%}".format),
+    Column("predicted_s", "predicted us", microseconds, rank=5),
+    Column("cublas_s", "cuBLAS us", microseconds, rank=3),
+    Column("sdpa_s", "SDPA us", microseconds, rank=3),
+    Column("speedup", "speedup", "{:.2f}".format, rank=2),
+    Column("window_off_s", "no window us", microseconds, rank=1),
+    Column("alignment_off_s", "unaligned us", microseconds, rank=1),
+)
 
 
 def kernel_row(

@@ -46,7 +46,15 @@ def measure_model(
     device. A point that cannot run becomes a row without figures. Raises UsageError for another
     device's profile, CannotRun if no point can run.
     """
-    bench = ModelBench(sweep, profile, _device(profile), progress)
+    on_gpu = torch.cuda.is_available()
+    if (profile.device == "cuda") != on_gpu:
+        described = "a CPU" if on_gpu else "a GPU, and none is available here"
+        raise UsageError(
+            f"profile {profile.name} describes {described}",
+            hint="name another profile, or --profile auto",
+        )
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    bench = ModelBench(sweep, profile, device, progress)
     points = list(sweep.points())
     progress(f"points to measure of {sweep.name}: {len(points)}")
     subject = {
@@ -72,18 +80,6 @@ def measure_model(
         raise refusal
 
 
-def _device(profile: HardwareProfile) -> torch.device:
-    """Torch's current GPU, or else the CPU; UsageError if `profile` describes the other."""
-    on_gpu = torch.cuda.is_available()
-    if (profile.device == "cuda") != on_gpu:
-        described = "a CPU" if on_gpu else "a GPU, and none is available here"
-        raise UsageError(
-            f"profile {profile.name} describes {described}",
-            hint="name another profile, or --profile auto",
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 class ModelBench:
     """Measures the points of a sweep on a device, after its ceilings, unless they are given.
 
@@ -91,25 +87,25 @@ class ModelBench:
     """
 
     def __init__(
-        self,
-        sweep: ModelSweep,
-        profile: HardwareProfile,
-        device: torch.device,
-        progress: Callable[[str], None],
-        *,
-        ceilings: Ceilings | None = None,
+        self, sweep: ModelSweep, profile: HardwareProfile, device: torch.device,
+        progress: Callable[[str], None], *, ceilings: Ceilings | None = None,
         rounds: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.sweep, self.profile, self.device = sweep, profile, device
         self._progress, self._count = progress, rounds or ROUNDS
         self._free = self._free_bytes()  # before anything is allocated
-        self.ceilings = ceilings or self._measured()
+        if ceilings is None:
+            remote = sweep.remote_tiers(profile)
+            ceilings = Ceilings({LOCAL: profile.hbm_bytes_per_s})  # tiers of a CPU share its memory
+            if device.type == "cuda":
+                ceilings = measure_ceilings(remote, FULL, device, copies=True)
+        self.ceilings = ceilings
         self._rivals: dict[tuple[int, float], tuple[float, float] | None] = {}
 
     def row(self, point: ModelCase) -> model_rows.Row:
         """Measure a point and its rival; CannotRun if it does not fit."""
-        row, plan = self.run(point)
-        return row | self._rival(point, plan.ratio, row["step_s"], plan.weight_bytes)
+        row, _ = self.run(point)
+        return row | self._rival(point, row) if self.sweep.rival else row
 
     def run(self, point: ModelCase) -> tuple[dict[str, Any], Plan]:
         """Measure a point without its rival; CannotRun if it does not fit."""
@@ -143,7 +139,11 @@ class ModelBench:
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
             use = llm.engine.runner.expert_use
-            links = self._links(llm)
+            links = (
+                Links.of(self.profile, llm.plan.tiers[1:])
+                if self.device.type == "cpu"
+                else model_rows.measured_links(self.ceilings, self.profile)
+            )
             reads = use.tier_reads(llm.plan) if use else {}
             row = model_rows.measured_row(
                 point,
@@ -179,16 +179,10 @@ class ModelBench:
             if not done or time.perf_counter() - start < MAX_SECONDS:
                 batch(sweep.new_tokens)
 
-    def _rival(
-        self, point: ModelCase, planned: float, time: float, weight_bytes: int
-    ) -> dict[str, Any]:
-        """The rival's figures for a point whose plan has that ratio; none without a rival.
-
-        The point's step takes `time` seconds, for a model of `weight_bytes`.
-        """
-        if (rival := self.sweep.rival) is None:
-            return {}
-        ratio = planned if point.ratio == AUTO else point.ratio
+    def _rival(self, point: ModelCase, row: model_rows.Row) -> dict[str, Any]:
+        """The rival's figures for a point, at the ratio that its plan has in `row`."""
+        rival, time, weights = self.sweep.rival, row["step_s"], row["weight_bytes"]
+        ratio = row["ratio"] if point.ratio == AUTO else point.ratio
         best_s, _ = best = self._rival_step(point.batch_size, 0.0) or (None, None)
         step_s, found = best if rival == "transformers" else (
             self._rival_step(point.batch_size, ratio) or (None, None))  # fmt: skip
@@ -196,7 +190,7 @@ class ModelBench:
             "rival": rival,
             "rival_ratio": found,
             "rival_s": step_s,
-            "rival_eb_bytes_per_s": weight_bytes / step_s if step_s else None,
+            "rival_eb_bytes_per_s": weights / step_s if step_s else None,
             "speedup": step_s / time if step_s else None,
             "rival_best_s": best_s,
             "best_speedup": best_s / time if best_s else None,
@@ -234,18 +228,6 @@ class ModelBench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _measured(self) -> Ceilings:
-        """The ceilings of a GPU; for a CPU, whose tiers share its memory, those of the profile."""
-        remote = self.sweep.remote_tiers(self.profile)
-        if self.device.type == "cpu":
-            return Ceilings({LOCAL: self.profile.hbm_bytes_per_s})
-        return measure_ceilings(remote, FULL, self.device, copies=True)
-
-    def _links(self, llm: LLM) -> Links:
-        if self.device.type == "cpu":
-            return Links.of(self.profile, llm.plan.tiers[1:])
-        return model_rows.measured_links(self.ceilings, self.profile)
 
     def _free_bytes(self) -> int:
         """Free memory of the GPU; 0 on a CPU."""

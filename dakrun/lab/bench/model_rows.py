@@ -56,9 +56,15 @@ def limit_s(plan: Plan, links: Links, expert_reads: Reads | None = None) -> floa
     staged bytes from the local tier. Copies may run ahead of their ops, so a link's time is
     compared with the whole step.
     """
-    reads = expert_reads or {}
-    ops = sum(_op_s(op, links, reads) for op in plan.ops)
-    return max([ops, *(_link_s(plan, tier, links, reads) for tier in range(1, len(plan.tiers)))])
+    reads, ops_s = expert_reads or {}, 0.0
+    link_s = dict.fromkeys(range(1, len(plan.tiers)), 0.0)
+    for op in plan.ops:
+        ops_s += _op_s(op, links, reads)
+        rates = links.staged if op.transport == "staged" else links.direct
+        for tier in link_s:
+            if nbytes := _read_bytes(op, tier, reads):
+                link_s[tier] += nbytes / rates[plan.tiers[tier]]
+    return max(ops_s, *link_s.values(), 0.0)
 
 
 def _read_bytes(op: OpPlan, tier: int, reads: Reads) -> float:
@@ -70,29 +76,18 @@ def _read_bytes(op: OpPlan, tier: int, reads: Reads) -> float:
 
 def _op_s(op: OpPlan, links: Links, reads: Reads) -> float:
     """Seconds of an op in all layers, one after the other."""
-    if op.op.name in reads:
-        return sum(
-            bound_time(links.lines(sum(of), 0.0).values(), [n / sum(of) for n in of])
-            for of in reads[op.op.name]
-        )
     read = op.op.read_bytes
-    if op.transport == "staged":
+    if op.op.name in reads:
+        parts = [(sum(of), 1, [n / sum(of) for n in of]) for of in reads[op.op.name]]
+    elif op.transport == "staged":
         return op.op.layers * read / links.direct[LOCAL]
-    lines = links.lines(read, 0.0).values()
+    else:
+        parts = [(read, layers, op.op.read_shares(counts))
+                 for counts, layers in Counter(op.placement).items()]  # fmt: skip
     return sum(
-        layers * bound_time(lines, op.op.read_shares(counts))
-        for counts, layers in Counter(op.placement).items()
+        layers * bound_time(links.lines(nbytes, 0.0).values(), shares)
+        for nbytes, layers, shares in parts
     )
-
-
-def _link_s(plan: Plan, tier: int, links: Links, reads: Reads) -> float:
-    """Seconds for all bytes that the plan reads from its remote tier number `tier`."""
-    seconds = 0.0
-    for op in plan.ops:
-        if nbytes := _read_bytes(op, tier, reads):
-            rates = links.staged if op.transport == "staged" else links.direct
-            seconds += nbytes / rates[plan.tiers[tier]]
-    return seconds
 
 
 def row_of(point: ModelCase, **figures: Any) -> dict[str, Any]:

@@ -70,16 +70,16 @@ class ModelSweep:
     name: str
     config: ModelConfig
     load_format: LoadFormat
-    format: str
     policy: Policy
-    rival: Rival | None
-    batch_sizes: tuple[int, ...]
-    ratios: tuple[ModelRatio, ...]
-    transports: tuple[TransportChoice, ...]
-    strategies: tuple[Strategy, ...]
     prompt_len: int
     new_tokens: int
+    format: str = AUTO
+    rival: Rival | None = None
     popularity: str = AUTO
+    batch_sizes: tuple[int, ...] = (8,)
+    ratios: tuple[ModelRatio, ...] = (0.0,)
+    transports: tuple[TransportChoice, ...] = (AUTO,)
+    strategies: tuple[Strategy, ...] = (AUTO,)
     orders: tuple[Order, ...] = ("use",)
 
     def __post_init__(self) -> None:

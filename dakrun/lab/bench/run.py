@@ -5,6 +5,7 @@ torch is imported when measuring starts.
 
 from collections.abc import Callable, Iterator
 
+from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
 from dakrun.lab.bench.kernel_sweep import KernelSweep, attention_sweep, gemm_sweep
 from dakrun.lab.bench.model_sweep import ModelSweep, model_sweep
@@ -23,9 +24,10 @@ SWEEPS: dict[str, Callable[..., AnySweep]] = {
 def check_device(sweep: AnySweep) -> None:
     """Raise CannotRun if the sweep needs a GPU and there is none."""
     if isinstance(sweep, KernelSweep) or sweep.rival is not None:
-        from dakrun.lab.memory import check_gpu
+        import torch
 
-        check_gpu()
+        if not torch.cuda.is_available():
+            raise CannotRun("this benchmark needs a CUDA GPU", hint="see: dakrun doctor")
 
 
 def measure(

@@ -20,17 +20,7 @@ from dakrun.kernels.attention import (
     splitk_flash_attn,
 )
 from dakrun.lab.chain import Launch, launch_seconds, seconds_round_robin
-from dakrun.lab.probe.gemm_costs import (
-    ACCESS,
-    COLUMNS,
-    DTYPE,
-    normed_product,
-    pieces,
-    product,
-    random,
-    random_memory,
-    row,
-)
+from dakrun.lab.probe import gemm_costs as costs
 from dakrun.lab.probe.sweeps import Bench, rounded
 
 HEADS, HEAD_DIM = 32, 128
@@ -49,10 +39,10 @@ def attention_sweep(bench: Bench) -> Sweep:
     vary by as much, with power and with the SMs that are free first. More than FEW_ROWS slots are
     measured under load. Batches that exceed the buffer get fewer or shorter slots.
     """
-    weights, memory = random_memory(bench).chunk(2)
+    weights, memory = costs.random_memory(bench).chunk(2)
     block, rows = KVShape(HEADS, HEAD_DIM, KV_BLOCK).slot_bytes, []
     for slots in sorted({min(n, memory.numel() // (2 * block)) for n in bench.effort.slots}):
-        heads = random(weights, slots, HEADS * HEAD_DIM)
+        heads = costs.random(weights, slots, HEADS * HEAD_DIM)
         blocks = max(2, min(memory.numel(), LONG_BYTES) // (slots * block))
         short, long = (_attention(bench, memory, n, heads) for n in (1, blocks))
         chains = [*_with_products(bench, weights, short[0], heads), short, long]
@@ -60,20 +50,20 @@ def attention_sweep(bench: Bench) -> Sweep:
         added = _differences(times[0], times[1])
         # Add the short slots' median, not their samples, whose scatter would count twice.
         longer = [s + statistics.median(added) for s in _differences(times[3], times[2])]
-        rows += [row(slots, slots * n * block, s) for n, s in ((1, added), (blocks, longer))]
-    return rounded(COLUMNS, rows)
+        rows += [costs.row(slots, slots * n * block, s) for n, s in ((1, added), (blocks, longer))]
+    return rounded(costs.COLUMNS, rows)
 
 
 def sampling_sweep(bench: Bench) -> Sweep:
     """Greedy selections by rows and bytes of logits; each launch reads other logits."""
-    memory, rows = random_memory(bench), []
+    memory, rows = costs.random_memory(bench), []
     for n, vocabulary in itertools.product(bench.effort.slots, VOCABULARIES):
         size = 2 * n * vocabulary
-        found = pieces(memory, size)[:MAX_LOGITS]
-        logits = [piece.view(DTYPE).view(n, vocabulary) for piece in found]
+        found = costs.pieces(memory, size)[:MAX_LOGITS]
+        logits = [piece.view(costs.DTYPE).view(n, vocabulary) for piece in found]
         seconds = launch_seconds(_selecting(logits), len(logits), replays=bench.effort.runs)
-        rows.append(row(n, size, seconds))
-    return rounded(COLUMNS, rows)
+        rows.append(costs.row(n, size, seconds))
+    return rounded(costs.COLUMNS, rows)
 
 
 def _selecting(logits: Sequence[torch.Tensor]) -> Launch:
@@ -94,9 +84,9 @@ def _with_products(
 ) -> list[tuple[Launch, int]]:
     """Chains of the products around attention, with and without `attend`, which writes `heads`."""
     memory_before, memory_after = memory.split(memory.numel() // 4 * 3)
-    x = random(memory, *heads.shape)
-    (before, count), _ = normed_product(bench, memory_before, ROW_BLOCKS[0], x)
-    (after, count_after), _ = product(bench, memory_after, ROW_BLOCKS[1], heads)
+    x = costs.random(memory, *heads.shape)
+    (before, count), _ = costs.normed_product(bench, memory_before, ROW_BLOCKS[0], x)
+    (after, count_after), _ = costs.product(bench, memory_after, ROW_BLOCKS[1], heads)
     weights = min(count, count_after)
 
     def both(number: int) -> None:
@@ -121,11 +111,11 @@ def _attention(
     """
     shape, count = KVShape(HEADS, HEAD_DIM, KV_BLOCK * blocks), len(out)
     alone = count > FEW_ROWS
-    config = attention_config(shape, (count,), ACCESS, card=bench.card, alone=alone)
+    config = attention_config(shape, (count,), costs.ACCESS, card=bench.card, alone=alone)
     workspace = AttentionWorkspace.empty([config], 1, memory.device)
-    q, k, v = random(memory, 3, count, HEADS, HEAD_DIM)
+    q, k, v = costs.random(memory, 3, count, HEADS, HEAD_DIM)
     lengths = torch.full((count,), shape.positions - 1, dtype=torch.int32, device=memory.device)
-    slots = [piece.data_ptr() for piece in pieces(memory, shape.slot_bytes)]
+    slots = [piece.data_ptr() for piece in costs.pieces(memory, shape.slot_bytes)]
     starts = torch.tensor(slots[: len(slots) // count * count], device=memory.device)
     sets = [BlockTables.of_slots(some, shape) for some in starts.view(-1, count)]
 

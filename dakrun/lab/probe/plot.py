@@ -11,7 +11,7 @@ from dakrun.lab.panel import Panel, Series
 from dakrun.lab.png import draw as draw_panel
 from dakrun.lab.png import png
 from dakrun.lab.probe.table import Grid, grids, short_bytes
-from dakrun.plan.show.picture import SAME, VERMILION, caption, check_target, draw_roofs, roofs
+from dakrun.plan.show.picture import VERMILION, caption, check_target, draw_roofs, merged, roofs
 from dakrun.units import format_decimal
 
 COLOURS_FROM = 0.75  # fraction of the best rate; a heat map's colours start there or lower
@@ -156,13 +156,7 @@ def _peaks(profile: HardwareProfile) -> list[tuple[str, float]]:
     """(dtypes, peak FLOP/s) of the 16-bit dtypes, or of all if there are none; highest first."""
     rates = {str(dtype): rate.peak for dtype, rate in profile.compute.items()}
     rates = {k: v for k, v in rates.items() if k in ("float16", "bfloat16")} or rates
-    merged: list[tuple[str, float]] = []
-    for dtype, rate in sorted(rates.items(), key=lambda item: -item[1]):
-        if merged and merged[-1][1] / rate < SAME:
-            merged[-1] = (f"{merged[-1][0]} and {dtype}", merged[-1][1])
-        else:
-            merged.append((dtype, rate))
-    return [(f"{names} compute peak", rate) for names, rate in merged]
+    return [(f"{names} compute peak", rate) for names, rate in merged(rates.items(), " and ")]
 
 
 def _draw_chains(axes: Any, profile: HardwareProfile) -> None:

@@ -1,12 +1,14 @@
 """transformers' model of the same architecture as one of dakrun's, with random weights."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dakrun.config import LinearRope, Llama3Rope, LongRope, ModelConfig, YarnRope
 from dakrun.errors import CannotRun
+
+ROPES = {Llama3Rope: "llama3", LinearRope: "linear", YarnRope: "yarn", LongRope: "longrope"}
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
@@ -100,35 +102,15 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _rope(config: ModelConfig) -> dict[str, object]:
-    """The scaling of RoPE as transformers writes it."""
-    match config.rope_scaling:
-        case Llama3Rope() as s:
-            return {
-                "rope_type": "llama3",
-                "factor": s.factor,
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_positions,
-            }
-        case LinearRope() as s:
-            return {"rope_type": "linear", "factor": s.factor}
-        case YarnRope() as s:
-            return {
-                "rope_type": "yarn",
-                "factor": s.factor,
-                "attention_factor": s.attention_factor,
-                "beta_fast": s.beta_fast,
-                "beta_slow": s.beta_slow,
-                "truncate": s.truncate,
-                "original_max_position_embeddings": s.original_max_positions,
-            }
-        case LongRope() as s:
-            return {
-                "rope_type": "longrope",
-                "factor": 1.0,
-                "attention_factor": s.attention_factor,
-                "short_factor": list(s.factors),
-                "long_factor": list(s.factors),
-                "original_max_position_embeddings": config.max_positions,
-            }
-    return {"rope_type": "default"}
+    """The scaling of RoPE as transformers writes it, which has most keys from there."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    found = {"rope_type": ROPES[type(scaling)], "factor": 1.0, **asdict(scaling)}
+    if isinstance(scaling, LongRope):
+        factors = list(found.pop("factors"))
+        found |= {"short_factor": factors, "long_factor": factors}
+        found["original_max_positions"] = config.max_positions
+    if "original_max_positions" in found:
+        found["original_max_position_embeddings"] = found.pop("original_max_positions")
+    return found

@@ -28,7 +28,7 @@ class Prefetch:
 
     def __init__(self, model: PreTrainedModel, count: int, tiers: Mapping[str, Tier]) -> None:
         layers = decoder_layers(model)
-        nbytes = layer_bytes(model)
+        nbytes = max(layer_bytes(model))
         self._sources = [tiers[HOST].allocate((nbytes,), torch.uint8) for _ in range(count)]
         room = tiers[LOCAL].allocate((buffers(count) * nbytes,), torch.uint8)
         # A single layer is copied while those before it compute: its one buffer is free then.
@@ -109,20 +109,16 @@ def buffers(count: int) -> int:
 
 def tier_bytes(model: PreTrainedModel, count: int) -> dict[str, int]:
     """Bytes of each tier for `count` layers of `model` in host memory."""
-    nbytes = layer_bytes(model)
+    nbytes = max(layer_bytes(model))
     return {LOCAL: buffers(count) * nbytes, HOST: count * nbytes}
 
 
-def layer_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the largest decoder layer with its parameters one after the other."""
-    return max(map(_bytes_of, decoder_layers(model)))
+def layer_bytes(model: PreTrainedModel) -> list[int]:
+    """Bytes of each decoder layer with its parameters one after the other."""
+    return [sum(aligned(p.nbytes) for p in layer.parameters()) for layer in decoder_layers(model)]
 
 
 def _held_bytes(model: PreTrainedModel, count: int) -> int:
     """Bytes of the `count` layers that are in host memory."""
-    layers = decoder_layers(model)
-    return sum(_bytes_of(layers[at]) for at in spread(count, len(layers)))
-
-
-def _bytes_of(layer: torch.nn.Module) -> int:
-    return sum(aligned(parameter.nbytes) for parameter in layer.parameters())
+    sizes = layer_bytes(model)
+    return sum(sizes[at] for at in spread(count, len(sizes)))

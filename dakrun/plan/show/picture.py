@@ -76,13 +76,18 @@ def roofs(profile: HardwareProfile, remote: Iterable[str]) -> list[tuple[str, fl
     rates = [(name.upper() if name == LOCAL else name, r) for name, r in links.direct.items()]
     if len(rates) > 1:
         rates.append((" + ".join(name for name, _ in rates), links.total_rate()))
-    merged: list[tuple[str, float]] = []
-    for name, rate in sorted(rates, key=lambda roof: -roof[1]):
-        if merged and merged[-1][1] / rate < SAME:
-            merged[-1] = (f"{merged[-1][0]}, {name}", merged[-1][1])
+    return merged(rates, ", ")
+
+
+def merged(rates: Iterable[tuple[str, float]], joint: str) -> list[tuple[str, float]]:
+    """(names, rate), the highest first; those within SAME of each other are one, of joint names."""
+    found: list[tuple[str, float]] = []
+    for name, rate in sorted(rates, key=lambda of: -of[1]):
+        if found and found[-1][1] / rate < SAME:
+            found[-1] = (f"{found[-1][0]}{joint}{name}", found[-1][1])
         else:
-            merged.append((name, rate))
-    return merged
+            found.append((name, rate))
+    return found
 
 
 def draw_roofs(
