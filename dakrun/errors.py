@@ -6,6 +6,7 @@ Each error has the exit code of the command line; only cli/errors.py prints erro
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 EXIT_FAILED = 1
@@ -97,6 +98,21 @@ def check_file_name(name: object) -> None:
             f"{str(name)!r} has a NUL character, which no file name can have",
             hint="take it out of the name",
         )
+
+
+def check_new_file(path: Path, suffixes: Sequence[str], said: str, *, option: str) -> None:
+    """Raise UsageError, before any work, unless `option` may name `path` as a file to write.
+
+    `said` is the error for a suffix that is none of `suffixes`.
+    """
+    if path.is_dir():
+        hint = f"name a file, as in {option} result{suffixes[0]}"
+        raise UsageError(f"{path}: is a folder", hint=hint)
+    if path.suffix.lower() not in suffixes:
+        hint = f"write {option} {path.stem or 'result'}{suffixes[0]}"
+        raise UsageError(f"{path}: {said}", hint=hint)
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: no such folder", hint=f"make it, or change {option}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:

@@ -63,7 +63,7 @@ from dakrun.lab.ceilings import FULL, MAX_LAUNCHES, MIB, Ceilings, link_ring
 from dakrun.lab.chain import launch_seconds
 from dakrun.lab.chains import GemmChains
 from dakrun.lab.memory import Room, allocate
-from dakrun.lab.output import Record, as_text, check_output, commit, render, write
+from dakrun.lab.output import Record, as_text, commit, render, write
 from dakrun.launches import TierAccess, few_rows
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models import known_model
@@ -338,7 +338,6 @@ def test_the_table(width: int) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.md"])
 def test_files(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    check_output(path)
     write(record(), path)
     assert path.read_text(encoding="utf-8") == as_text(record(), path.suffix[1:])
 
@@ -349,11 +348,9 @@ def test_bad_targets(tmp_path: Path) -> None:
         (tmp_path / "csv", ".csv, .json or .md"),
         (tmp_path / "no" / "a.csv", "no such folder"),
     ):
-        with pytest.raises(UsageError, match=said):
-            check_output(path)
+        refused(run("--kernel", "gemm", "-o", path), 2, said, "-o")
     (tmp_path / "b.md").mkdir()
-    with pytest.raises(UsageError, match="is a folder"):
-        check_output(tmp_path / "b.md")
+    refused(run("--kernel", "gemm", "-o", tmp_path / "b.md"), 2, "is a folder", "-o result.csv")
 
 
 @pytest.mark.parametrize(

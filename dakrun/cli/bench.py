@@ -23,7 +23,7 @@ from dakrun.cli.options import (
     profile_option,
     wide_option,
 )
-from dakrun.errors import UsageError
+from dakrun.errors import UsageError, check_new_file
 
 MODEL: Literal["model"] = "model"
 KERNELS = ("gemm", "attention")
@@ -222,13 +222,14 @@ def bench(
     """
     from dakrun.hardware import describe_profile
     from dakrun.lab.bench import run as benchmark
-    from dakrun.lab.output import as_text, check_output, render, write
+    from dakrun.lab.output import FORMATS, as_text, render, write
     from dakrun.plan.show import picture
 
     subject = kernel or MODEL
     sweep = benchmark.SWEEPS[subject](**_own_options(subject, given))
     if output:
-        check_output(output)
+        said = "a benchmark is written as .csv, .json or .md"
+        check_new_file(output, FORMATS, said, option="-o")
     if plot:
         picture.check_target(plot)
     benchmark.check_device(sweep)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import dakrun
 from dakrun import tables
-from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, cpu_name
 from dakrun.lab.ceilings import Ceilings
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 ABSENT = "-"
-FORMATS = ("csv", "json", "md")
+FORMATS = (".csv", ".json", ".md")
 CHECKOUT = Path(dakrun.__file__).resolve().parent.parent
 
 
@@ -179,19 +178,6 @@ def as_text(record: Record, format: str) -> str:
         return json.dumps(whole, indent=1) + "\n"
     table = "\n".join(markdown([column.title for column in record.columns], record.texts()))
     return f"{record.headline}; `{record.command}`\n\n{table}\n"
-
-
-def check_output(path: Path) -> None:
-    """Raise UsageError, before anything is measured, unless a record can be written to `path`."""
-    if path.suffix.removeprefix(".") not in FORMATS:
-        raise UsageError(
-            f"{path}: a benchmark is written as .csv, .json or .md",
-            hint=f"write -o {path.stem or 'bench'}.csv",
-        )
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder", hint="name a file, as in -o bench.csv")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: no such folder", hint="make it, or change -o")
 
 
 def write(record: Record, path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun, UsageError, check_new_file
 from dakrun.hardware import (
     HardwareProfile,
     cpu_name,
@@ -87,10 +87,7 @@ def target(output: str | None, name: str | None, device: Device) -> Path:
             )
         return kept_profiles_dir() / f"{stem}.toml"
     path = Path(output)
-    if path.suffix != ".toml":
-        raise UsageError(f"{output}: a profile is a .toml file", hint=f"write -o {path.stem}.toml")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{output}: no such folder", hint="make it, or change -o")
+    check_new_file(path, (".toml",), "a profile is a .toml file", option="-o")
     return path
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dakrun.errors import CannotRun, UsageError
+from dakrun.errors import CannotRun, UsageError, check_new_file
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.roofline import Links
 from dakrun.units import format_decimal
@@ -25,12 +25,7 @@ SAME = 1.005  # rates that differ by less than this factor share a line
 
 def check_target(path: Path) -> None:
     """Raise UsageError if no PNG can be written to `path`, CannotRun without matplotlib."""
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder", hint="name a file, as in --plot picture.png")
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"{path}: a picture is a .png file", hint=f"write --plot {path.stem}.png")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: no such folder", hint="create it, or change --plot")
+    check_new_file(path, (".png",), "a picture is a .png file", option="--plot")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
