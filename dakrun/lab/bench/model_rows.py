@@ -124,6 +124,7 @@ def measured_row(
                    for tier in range(len(plan.tiers)))  # fmt: skip
     remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
     experts = experts_figures(plan) or {}
+    planned = sum(nbytes for name, nbytes in plan.memory(0).items() if name != "context")
     last = [max(ttft_s[i : i + size]) for i in range(0, len(ttft_s), size)]  # of batches
     return row_of(
         point,
@@ -149,14 +150,9 @@ def measured_row(
         hbm_read_bytes=local,
         remote_read_bytes=sum(far),
         gpu_bytes=gpu_bytes,
-        planned_gpu_bytes=None if gpu_bytes is None else planned_gpu_bytes(plan),
+        planned_gpu_bytes=None if gpu_bytes is None else planned,
         **measured,
     )
-
-
-def planned_gpu_bytes(plan: Plan) -> int:
-    """Bytes of GPU memory that the plan allocates, without the CUDA context."""
-    return sum(nbytes for name, nbytes in plan.memory(0).items() if name != "context")
 
 
 def summary(row: Row) -> str:
@@ -184,15 +180,6 @@ _gigabytes = partial(_rounded, scale=1e9)
 _share, _signed, _factor = "{:.1%}".format, "{:+.1%}".format, "{:.2f}".format
 
 
-def _gibibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f}"
-
-
-def _transports(names: str) -> str:
-    """The transport of remote weights, or "both"."""
-    return "both" if "+" in names else names
-
-
 def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
     """The columns of a table; strategy, experts and rival only if the sweep has them."""
     several = {"strategy": len(sweep.strategies) > 1, "order": len(sweep.orders) > 1}
@@ -211,7 +198,7 @@ COLUMNS = (
     Column("order", "experts by"),
     Column("strategy", "strategy"),
     Column("asked_transport", "transport asked", rank=11),
-    Column("transports", "remote read", _transports, rank=1),
+    Column("transports", "remote read", lambda of: "both" if "+" in of else of, rank=1),
     Column("ratio", "remote bytes", "{:.2%}".format),
     Column("step_s", "step ms", _milliseconds),
     Column("tokens_per_s", "tokens/s", _rounded),
@@ -225,8 +212,8 @@ COLUMNS = (
     Column("ttft_s", "TTFT ms", _milliseconds, rank=3),
     Column("predicted_ttft_s", "predicted TTFT ms", _milliseconds, rank=7),
     Column("gap_s", "gap us", microseconds, rank=12),
-    Column("gpu_bytes", "GPU GiB", _gibibytes, rank=8),
-    Column("planned_gpu_bytes", "planned GPU GiB", _gibibytes, rank=9),
+    Column("gpu_bytes", "GPU GiB", lambda n: f"{n / 2**30:.2f}", rank=8),
+    Column("planned_gpu_bytes", "planned GPU GiB", lambda n: f"{n / 2**30:.2f}", rank=9),
     Column("experts_per_step", "experts read", "{:.1f}".format, rank=2),
     Column("predicted_experts_per_step", "predicted read", "{:.1f}".format, rank=7),
     Column("local_read_share", "read in HBM", _share, rank=2),

@@ -192,8 +192,9 @@ class GpuProbe:
     def launches(self) -> None:
         """Measure ops that only read, and empty launches."""
         self.sweeps["chain"] = sweeps.chain_sweep(self.bench)
+        nowhere = [self.bench.hbm.data_ptr()] * 256
         for pdl, name in ((False, "launch in a graph"), (True, "launch in a graph, PDL")):
-            self.log.add(name, "s", sweeps.empty_launch_seconds(self.bench, pdl=pdl))
+            self.log.add(name, "s", sweeps.chain_seconds(self.bench, nowhere, 0, pdl))
 
     def kernels(self, compute: ComputeRate) -> dict[str, Any]:
         """Costs of the project's kernels by kind; `compute` is the rate of their 16-bit dtype."""

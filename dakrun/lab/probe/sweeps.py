@@ -177,18 +177,13 @@ def chain_sweep(bench: Bench) -> Sweep:
     for size in bench.effort.op_bytes:
         addresses = [start + at for at in range(0, total - size + 1, size)][:MAX_CHAIN_OPS]
         for pdl in (0, 1):
-            seconds = _chain_seconds(bench, addresses, size, bool(pdl))
+            seconds = chain_seconds(bench, addresses, size, bool(pdl))
             op = statistics.median(seconds)
             rows.append((size, pdl, op, size / op, spread(seconds)))
     return rounded(("op_bytes", "overlap", "op_s", "bytes_per_s", "spread"), rows)
 
 
-def empty_launch_seconds(bench: Bench, *, pdl: bool) -> list[float]:
-    """Seconds of an empty kernel in a CUDA graph of many."""
-    return _chain_seconds(bench, [bench.hbm.data_ptr()] * 256, 0, pdl)
-
-
-def _chain_seconds(bench: Bench, addresses: Sequence[int], size: int, pdl: bool) -> list[float]:
+def chain_seconds(bench: Bench, addresses: Sequence[int], size: int, pdl: bool) -> list[float]:
     """Seconds of one op of a chain that reads `size` bytes at each of `addresses`."""
     sink = torch.zeros(bench.sms, dtype=torch.int32, device="cuda")
 

@@ -81,7 +81,11 @@ class Grid:
 
 def render(probe: Probe, console: "Console") -> None:
     """Print `probe` as tables, legends and heat maps within the console's width."""
-    print_table(console, COLUMNS, rows(probe), gap=2)
+    rows = [
+        (m.name, m.text, f"{m.spread:.1%}", str(m.runs), "" if m.steady else "unsteady")
+        for m in probe.measurements
+    ]
+    print_table(console, COLUMNS, rows, gap=2)
     legend = [SPREAD, *([EFFICIENCY] if any(not m.unit for m in probe.measurements) else [])]
     console.print("; ".join(legend), highlight=False)
     console.print()
@@ -89,14 +93,6 @@ def render(probe: Probe, console: "Console") -> None:
     for grid in grids(probe.profile):
         lines = heat_map(grid, width=min(100, console.width), ascii_only=console.options.ascii_only)
         console.print("", *lines, sep="\n", soft_wrap=True, highlight=False, markup=False)
-
-
-def rows(probe: Probe) -> list[tuple[str, ...]]:
-    """One row of text per measurement, with COLUMNS."""
-    return [
-        (m.name, m.text, f"{m.spread:.1%}", str(m.runs), "" if m.steady else "unsteady")
-        for m in probe.measurements
-    ]
 
 
 def facts(profile: HardwareProfile) -> list[tuple[str, ...]]:
