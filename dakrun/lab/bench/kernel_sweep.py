@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dakrun.config import ModelConfig, Workload
+from dakrun.config import Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
 from dakrun.lab.cases import EXAMPLE, TURNING_POINT, Case, Operand, Ratio, Slots, Weight
@@ -136,7 +136,10 @@ def gemm_sweep(
     Equal shapes join their ops. Raises UsageError if an option is malformed.
     """
     named = [parse_shape(text) for text in shapes]
-    named += model_shapes(model_config(model)) if model is not None else []
+    if model is not None:
+        one = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=1)
+        every = decode_ops(model_config(model), one)  # in order, lm_head included
+        named += [Weight(*op.shape, (op.name,)) for op in every if op.category == "linear"]
     ops: dict[tuple[int, int], tuple[str, ...]] = {}
     for shape in named:
         size = (shape.rows, shape.cols)
@@ -167,13 +170,6 @@ def parse_shape(text: str) -> Weight:
             hint="write the rows and columns of a weight, as in --shape 28672x7168",
         )
     return Weight(int(match[1]), int(match[2]))
-
-
-def model_shapes(model: ModelConfig) -> list[Weight]:
-    """The weights of a decode step's linear ops in order, lm_head included."""
-    one = Workload(batch_size=1, prompt_len=1, new_tokens=1, max_model_len=1)
-    linear = [op for op in decode_ops(model, one) if op.category == "linear"]
-    return [Weight(*op.shape, (op.name,)) for op in linear]
 
 
 def parse_slots(text: str) -> Slots:

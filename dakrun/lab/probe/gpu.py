@@ -21,7 +21,7 @@ from dakrun.lab.ceilings import KIB, Ring, fitting, ring_for
 from dakrun.lab.memory import fill_bytes, reader
 from dakrun.lab.probe import congestion, gemm_costs, sweeps
 from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
-from dakrun.lab.probe.effort import Effort, buffer_sizes
+from dakrun.lab.probe.effort import QUICK, Effort, buffer_sizes
 from dakrun.lab.probe.gemm_costs import DTYPE, QUANTIZED_FORMATS
 from dakrun.lab.probe.sweeps import Bench
 from dakrun.lab.samples import Log, Measurement, provenance, spread
@@ -31,6 +31,7 @@ from dakrun.memory.tiers import allocate_tiers
 from dakrun.units import format_bytes
 
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
+RING_COLUMNS = ("chunk_bytes", "stages", "bytes_per_s")
 HOST_FRACTION = 0.9  # fraction of the available host memory that plans may use
 
 
@@ -114,11 +115,21 @@ class GpuProbe:
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.log = bench, Log()
-        hbm = sweeps.hbm_sweep(bench)
+        effort, every = bench.effort, bench.sms
+        counts = (every,) if effort is QUICK else (every, every * 9 // 10, 64)
+        hbm = bench.reads(
+            ("ctas", *RING_COLUMNS),
+            bench.rings(counts, effort.hbm_rings),
+            lambda ctas, *ring: reader(bench.hbm, ctas, ring),
+        )
         self.sweeps: dict[str, Sweep] = {"hbm": hbm}
-        if bench.effort.l2_bytes:
-            self.sweeps["l2"] = sweeps.l2_sweep(bench)
-        _, self.ring = fastest([row for row in hbm.rows if row[0] == bench.sms])
+        if effort.l2_bytes:  # working sets below and above the size of L2
+            self.sweeps["l2"] = bench.reads(
+                ("set_bytes", "bytes_per_s"),
+                [(size,) for size in effort.l2_bytes],
+                lambda size: reader(bench.hbm, every, (8 * KIB, 8), nbytes=size),
+            )
+        _, self.ring = fastest([row for row in hbm.rows if row[0] == every])
         self.hbm_rate = self.log.measure(
             "HBM read", "B/s", lambda: bench.alone(reader(bench.hbm, bench.sms, self.ring))
         )
@@ -126,7 +137,11 @@ class GpuProbe:
     def remote_tier(self, tier: str, buffer: torch.Tensor, capacity: int) -> RemoteTier:
         """Measure a remote tier of `capacity` bytes and choose its congestion window."""
         bench, log = self.bench, self.log
-        direct = self.sweeps[f"{tier} direct"] = sweeps.direct_sweep(bench, buffer)
+        direct = self.sweeps[f"{tier} direct"] = bench.reads(
+            ("sms", *RING_COLUMNS),
+            bench.rings(sorted({*bench.effort.sms, bench.sms}), bench.effort.remote_rings),
+            lambda sms, *ring: reader(buffer, sms, ring),
+        )
         best = reader(buffer, *fastest(direct.rows))
         link_rate = log.measure(f"{tier} read, direct", "B/s", lambda: bench.alone(best))
         grid = self.sweeps[f"{tier} congestion"] = sweeps.congestion_sweep(bench, buffer, self.ring)
@@ -145,14 +160,18 @@ class GpuProbe:
         window = f"window of {format_bytes(chosen.in_flight)} on {chosen.sms} SMs"
         rate = log.measure(f"{tier} read, {window}", "B/s", lambda: bench.readings(*readers)[0])
         log.measure(f"HBM read beside {tier}, {window}", "B/s", lambda: bench.readings(*readers)[1])
-        sharing: dict[str, tuple[Callable[..., Sweep], str]] = {
-            "amplification": (sweeps.amplification_sweep, "8 readers of each chunk")
-        }
+        ctas = 64 if bench.sms >= 64 else bench.sms // 8 * 8
+        shared = bench.reads(  # several SMs read the same chunks
+            ("readers", "delivered_bytes_per_s"),
+            [(1,), (2,), (4,), (8,)],
+            lambda sharers: reader(buffer, ctas, (8 * KIB, 8), sharers=sharers),
+        )
+        found = {"amplification": (shared, "8 readers of each chunk")}
         if bench.card.clusters:
-            cast = partial(sweeps.multicast_sweep, link_rate=link_rate)
-            sharing["multicast"] = (cast, "multicast to 8")
-        for kind, (measured, name) in sharing.items():
-            sweep = self.sweeps[f"{tier} {kind}"] = measured(bench, buffer)
+            cast = sweeps.multicast_sweep(bench, buffer, link_rate)
+            found["multicast"] = (cast, "multicast to 8")
+        for kind, (sweep, name) in found.items():
+            self.sweeps[f"{tier} {kind}"] = sweep
             delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
             log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], bench.effort.runs)
         return RemoteTier(

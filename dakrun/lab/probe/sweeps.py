@@ -17,7 +17,7 @@ from dakrun.kernels.runtime import copy
 from dakrun.lab.ceilings import KIB, Ring, fitting, ring_for
 from dakrun.lab.chain import graph_seconds
 from dakrun.lab.memory import copy_seconds, reader
-from dakrun.lab.probe.effort import QUICK, Effort
+from dakrun.lab.probe.effort import Effort
 from dakrun.lab.samples import spread, steadier
 
 MAX_CHAIN_OPS = 128
@@ -46,48 +46,19 @@ class Bench:
         """Bytes/s of one reader in each run."""
         return self.readings(reader)[0]
 
-    def sweep(
-        self, columns: Sequence[str], points: Sequence[Sequence[int]],
-        samples: Callable[..., Sequence[float]],
-    ) -> Sweep:  # fmt: skip
-        """Median and spread of `samples` at every point; unsteady points are measured once more."""
+    def reads(
+        self, columns: Sequence[str], points: Sequence[Sequence[int]], read: Callable[..., Reader]
+    ) -> Sweep:
+        """Rates of the readers that `read` makes of points, alone; unsteady ones once more."""
         rows = []
         for point in points:
-            values = steadier(partial(samples, *point))
+            values = steadier(partial(self.alone, read(*point)))
             rows.append((*point, statistics.median(values), spread(values)))
         return rounded((*columns, "spread"), rows)
 
     def rings(self, counts: Sequence[int], rings: Sequence[Ring]) -> list[tuple[int, int, int]]:
         """Points (CTAs, chunk, stages): every count with every ring that fits."""
         return [(ctas, *ring) for ctas in counts for ring in fitting(rings, self.card)]
-
-
-def hbm_sweep(bench: Bench) -> Sweep:
-    """HBM alone by CTAs (one per SM), chunk and stages."""
-    counts = (bench.sms,) if bench.effort is QUICK else (bench.sms, bench.sms * 9 // 10, 64)
-    return bench.sweep(
-        ("ctas", "chunk_bytes", "stages", "bytes_per_s"),
-        bench.rings(counts, bench.effort.hbm_rings),
-        lambda ctas, *ring: bench.alone(reader(bench.hbm, ctas, ring)),
-    )
-
-
-def l2_sweep(bench: Bench) -> Sweep:
-    """Repeated reads of a working set, by its bytes: below and above the size of L2."""
-    return bench.sweep(
-        ("set_bytes", "bytes_per_s"),
-        [(size,) for size in bench.effort.l2_bytes],
-        lambda size: bench.alone(reader(bench.hbm, bench.sms, (8 * KIB, 8), nbytes=size)),
-    )
-
-
-def direct_sweep(bench: Bench, remote: torch.Tensor) -> Sweep:
-    """A remote tier alone by SMs, chunk and stages."""
-    return bench.sweep(
-        ("sms", "chunk_bytes", "stages", "bytes_per_s"),
-        bench.rings(sorted({*bench.effort.sms, bench.sms}), bench.effort.remote_rings),
-        lambda sms, *ring: bench.alone(reader(remote, sms, ring)),
-    )
 
 
 def congestion_sweep(bench: Bench, remote: torch.Tensor, hbm_ring: Ring) -> Sweep:
@@ -107,16 +78,6 @@ def congestion_sweep(bench: Bench, remote: torch.Tensor, hbm_ring: Ring) -> Swee
             rows.append((sms, window, statistics.median(far), statistics.median(near), scatter))
     columns = ("sms", "in_flight_bytes", "remote_bytes_per_s", "hbm_bytes_per_s", "spread")
     return rounded(columns, rows)
-
-
-def amplification_sweep(bench: Bench, remote: torch.Tensor) -> Sweep:
-    """Bytes/s into shared memory when several SMs read the same chunks of a remote tier."""
-    ctas = 64 if bench.sms >= 64 else bench.sms // 8 * 8
-    return bench.sweep(
-        ("readers", "delivered_bytes_per_s"),
-        [(1,), (2,), (4,), (8,)],
-        lambda sharers: bench.alone(reader(remote, ctas, (8 * KIB, 8), sharers=sharers)),
-    )
 
 
 def multicast_sweep(bench: Bench, remote: torch.Tensor, link_rate: float) -> Sweep:
