@@ -5,7 +5,7 @@ Imports neither torch nor matplotlib.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from dakrun.lab.evaluate.points import Point, Result, Source
@@ -50,7 +50,7 @@ class Quantity:
 class Chart:
     """The points of a panel, and its looks (see Panel): a picture for each of `shown`.
 
-    `name` tells a figure's charts apart in its CSV.
+    `name` tells a figure's charts apart in its CSV. `place` says in words where an x lies.
     """
 
     name: str
@@ -62,6 +62,11 @@ class Chart:
     log_x: bool = False
     root_x: bool = False
     marks: Sequence[tuple[float, str]] = ()
+    place: str = "{:,.0f}"
+
+    def where(self, x: float) -> str:
+        """The place `x` in words."""
+        return self.categories[int(x)] if self.categories else self.place.format(x)
 
 
 Line = list[tuple[Entry, Result]]
@@ -73,7 +78,7 @@ class FigureData:
 
     scope: Scope
     charts: Sequence[Chart]
-    results: "dict[str, Result]" = field(default_factory=dict)  # by the point's key
+    results: dict[str, Result]  # by the point's key
 
     @property
     def entries(self) -> list[Entry]:
@@ -85,13 +90,11 @@ class FigureData:
 
     def lines(self, chart: Chart) -> dict[str, Line]:
         """The series of a chart: entries with known results, problems included, in order of x."""
-        lines: dict[str, Line] = {}
+        lines: dict[str, Line] = {entry.series: [] for entry in chart.entries}
         for entry in sorted(chart.entries, key=lambda entry: entry.x):
-            line = lines.setdefault(entry.series, [])
             if (result := self.of(entry)) is not None:
-                line.append((entry, result))
-        order = dict.fromkeys(entry.series for entry in chart.entries)
-        return {name: lines[name] for name in order}
+                lines[entry.series].append((entry, result))
+        return lines
 
     def times(self, chart: Chart, series: str) -> Curve:
         """(x, seconds) of a series where there are any."""
@@ -109,12 +112,10 @@ class FigureData:
             self.panel(chart, shown)
             for chart in self.charts
             for shown in chart.shown
-            if shown.needed is None
-            or any(map(shown.needed, filter(None, map(self.of, chart.entries))))
+            if parts or shown.until is None
+            if not shown.needed
+            or any(shown.needed(of) for e in chart.entries if (of := self.of(e)))
         ]
-
-    def _results(self, chart: Chart) -> list[Result]:
-        return [result for entry in chart.entries if (result := self.of(entry))]
 
     def panel(self, chart: Chart, shown: Quantity) -> Panel:
         """The values of each result; what has none is a marker at its place, with the reason."""
@@ -136,10 +137,8 @@ class FigureData:
                 Series(name=name, points=points, kind="missing", note=reason)
                 for reason, points in missing.items()
             ]
-        series += [
-            replace(line, points=[(x, y) for x, y in line.points if x <= end])
-            for line in shown.lines
-        ]
+        for bound in shown.lines:
+            series.append(replace(bound, points=[(x, y) for x, y in bound.points if x <= end]))
         return Panel(
             title=chart.title + shown.title,
             x=chart.x,

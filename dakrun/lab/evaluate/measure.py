@@ -17,17 +17,9 @@ from dakrun.engine import gpu_errors
 from dakrun.errors import DakrunError, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL
 from dakrun.lab.ceilings import FULL, Ceilings
-from dakrun.lab.evaluate.cases import remote_names
+from dakrun.lab.evaluate.cases import OpPoint, remote_names
 from dakrun.lab.evaluate.on_cpu import op_on_cpu
-from dakrun.lab.evaluate.points import (
-    AttentionPoint,
-    FilePoint,
-    Point,
-    ProductPoint,
-    ReadPoint,
-    Result,
-    StepPoint,
-)
+from dakrun.lab.evaluate.points import FilePoint, Point, ReadPoint, Result, StepPoint
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.rivals import rival
 from dakrun.lab.evaluate.scope import Scope
@@ -69,26 +61,28 @@ class Measurer:
     def __call__(self, point: Point) -> Result:
         """Measure `point`. Raises GpuFailed if no later point can be measured in this process."""
         planned = self._planned(point)
+        problem, short, again = "", None, None
         try:
             with gpu_errors():
                 result = self._measure(point)
-        except GpuFailed as problem:
+        except GpuFailed as error:
             if not self._works():
                 raise
-            result = Result(source="measured", problem=str(problem))
-        except MemoryError as problem:
-            reason = f"memory ran out: {problem}"
-            result = Result(source="measured", problem=reason, short_of_memory=True, again=True)
-        except DakrunError as problem:
-            reason = (planned.problem if planned.short_of_memory else None) or str(problem)
-            short = planned.short_of_memory or isinstance(problem, OutOfGpuMemory) or None
-            result = Result(source="measured", problem=reason, short_of_memory=short)
-        except Exception as problem:  # one point must not end a run of hours
+            problem = str(error)
+        except MemoryError as error:
+            problem, short, again = f"memory ran out: {error}", True, True
+        except DakrunError as error:
+            problem = (planned.problem if planned.short_of_memory else None) or str(error)
+            short = planned.short_of_memory or isinstance(error, OutOfGpuMemory) or None
+        except Exception as error:  # one point must not end a run of hours
             if os.environ.get("DAKRUN_DEBUG") == "1":
                 traceback.print_exc()
-            reason = str(problem).partition("\n")[0]
-            result = Result(source="measured", problem=f"{type(problem).__name__}: {reason}")
-        self._release()
+            problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if problem:
+            result = Result(source="measured", problem=problem, short_of_memory=short, again=again)
+        if self.device.type == "cuda":  # the memory of the point, or of the error that ended it
+            gc.collect()
+            torch.cuda.empty_cache()
         if not self.scope.profile.comparable:
             result = replace(result, predicted_s=None)  # of a nominal profile
         elif result.predicted_s is None and result.seconds is not None:
@@ -100,21 +94,18 @@ class Measurer:
     def _measure(self, point: Point) -> Result:
         if self._kernels and isinstance(point, StepPoint | FilePoint):
             self._kernels.close()  # models need the memory
-        match point:
-            case StepPoint(by="dakrun"):
+        if isinstance(point, FilePoint):
+            return self._steps.file(point)
+        if isinstance(point, StepPoint):
+            if point.by == "dakrun":
                 return self._steps.step(point)
-            case StepPoint():
-                return rival(point, self.scope.models[point.model], self.device)
-            case FilePoint():
-                return self._steps.file(point)
+            return rival(point, self.scope.models[point.model], self.device)
         if self._kernels is None:
             return op_on_cpu(point, self.scope)
-        match point:
-            case ProductPoint() | AttentionPoint():
-                return self._kernels.op(point)
-            case ReadPoint():
-                return self._kernels.read(point)
-        raise TypeError(f"no measurement for {point.kind}")
+        if isinstance(point, ReadPoint):
+            return self._kernels.read(point)
+        assert isinstance(point, OpPoint)
+        return self._kernels.op(point)
 
     def _measured(self) -> Ceilings:
         profile = self.scope.profile
@@ -138,9 +129,3 @@ class Measurer:
             return torch.zeros(1, device=self.device).item() == 0
         except RuntimeError:
             return False
-
-    def _release(self) -> None:
-        """Free the memory of the last point, or of the error that ended it."""
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()

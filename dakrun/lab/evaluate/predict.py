@@ -6,31 +6,10 @@ from dataclasses import replace
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, DakrunError
 from dakrun.hardware import LOCAL
-from dakrun.lab.evaluate.cases import (
-    case_of,
-    foreseen,
-    link_reads,
-    remote_names,
-)
-from dakrun.lab.evaluate.points import (
-    AttentionPoint,
-    FilePoint,
-    Point,
-    ProductPoint,
-    ReadPoint,
-    Result,
-    StepPoint,
-)
+from dakrun.lab.evaluate.cases import OpPoint, case_of, foreseen, link_reads, remote_names
+from dakrun.lab.evaluate.points import FilePoint, Point, ProductPoint, ReadPoint, Result, StepPoint
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.plan import (
-    ExpectedRun,
-    Links,
-    Plan,
-    Policy,
-    choose_batch_size,
-    is_windowed,
-    make_plan,
-)
+from dakrun.plan import ExpectedRun, Links, Plan, Policy, choose_batch_size, is_windowed, make_plan
 from dakrun.requests import RowLengths
 
 ROOM = 10**15  # bytes
@@ -41,29 +20,22 @@ NOT_MODELLED = "the planner does not model it"
 def predict(point: Point, scope: Scope) -> Result:
     """The planner's result of `point`; where there is none, its `problem` says why."""
     try:
-        match point:
-            case StepPoint():
-                return _step(point, scope)
-            case ProductPoint():
-                return _product(point, scope)
-            case AttentionPoint():
-                return _attention(point, scope)
-            case ReadPoint():
-                return _read(point, scope)
-            case FilePoint():
-                return _file(point, scope)
+        if isinstance(point, StepPoint):
+            return _prefetch(point, scope) if point.by == "prefetch" else _step(point, scope)
+        if isinstance(point, ReadPoint):
+            return _read(point, scope)
+        if isinstance(point, FilePoint):
+            rows = lengths(point)
+            return of_file(_file_plan(point, rows, scope), rows)
+        assert isinstance(point, OpPoint)
+        return _op(point, scope)
     except DakrunError as problem:
-        return failed(str(problem))
-    raise TypeError(f"no prediction for {point.kind}")
-
-
-def failed(problem: str) -> Result:
-    return Result(source="predicted", problem=problem)
+        return Result(source="predicted", problem=str(problem))
 
 
 def short(problem: str) -> Result:
     """The result of a point for which there is too little memory."""
-    return replace(failed(problem), short_of_memory=True)
+    return Result(source="predicted", problem=problem, short_of_memory=True)
 
 
 def of_plan(plan: Plan, batch_size: int) -> Result:
@@ -84,12 +56,9 @@ def of_plan(plan: Plan, batch_size: int) -> Result:
 
 
 def _step(point: StepPoint, scope: Scope) -> Result:
-    if point.by == "prefetch":
-        return _prefetch(point, scope)
-    if point.by != "dakrun":
-        return failed("not predicted")
-    if point.without:
-        return failed(NOT_MODELLED)
+    if point.by != "dakrun" or point.without:
+        problem = NOT_MODELLED if point.without else "not predicted"
+        return Result(source="predicted", problem=problem)
     if problem := too_large(point, scope):
         return short(problem)
     try:
@@ -153,41 +122,26 @@ def _prefetch(point: StepPoint, scope: Scope) -> Result:
     )
 
 
-def _product(point: ProductPoint, scope: Scope) -> Result:
-    if set(point.without) - {"multicast"}:
-        return failed(NOT_MODELLED)
+def _op(point: OpPoint, scope: Scope) -> Result:
+    """A product or attention; multicast alone can be left out."""
+    is_product = isinstance(point, ProductPoint)
+    if set(point.without) - ({"multicast"} if is_product else set()):
+        return Result(source="predicted", problem=NOT_MODELLED)
     case = case_of(scope, point)
-    local, remote = case.tier_bytes
-    seconds = foreseen(scope, point, case).seconds
+    (name,), (local, remote) = remote_names(scope, point.remote), case.tier_bytes
     crossing = remote * link_reads(scope, point, case)[1]
-    if remote:
-        (name,) = remote_names(scope, point.remote)
+    seconds = foreseen(scope, point, case).seconds
+    if is_product:
         seconds = max(seconds, crossing / scope.profile.tier(name).direct_bytes_per_s)
     return Result(
         source="predicted",
         seconds=seconds,
         predicted_s=seconds,
         ratio=case.ratio,
-        weight_bytes=case.read_bytes,
+        weight_bytes=case.read_bytes if is_product else None,
         read_bytes=local + remote,
         remote_bytes=remote,
         link_bytes=crossing,
-    )
-
-
-def _attention(point: AttentionPoint, scope: Scope) -> Result:
-    if point.without:
-        return failed(NOT_MODELLED)
-    case = case_of(scope, point)
-    seconds = foreseen(scope, point, case).seconds
-    return Result(
-        source="predicted",
-        seconds=seconds,
-        predicted_s=seconds,
-        ratio=case.ratio,
-        read_bytes=case.read_bytes,
-        remote_bytes=sum(case.tier_bytes[1:]),
-        link_bytes=sum(case.tier_bytes[1:]),
     )
 
 
@@ -222,19 +176,16 @@ def lengths(point: FilePoint) -> list[RowLengths]:
     ]
 
 
-def _file(point: FilePoint, scope: Scope) -> Result:
-    rows = lengths(point)
-    mean = max(1, point.longest // 2)
+def _file_plan(point: FilePoint, rows: list[RowLengths], scope: Scope) -> Plan:
+    model, run, mean = scope.models[point.model], ExpectedRun(rows), max(1, point.longest // 2)
     policy = Policy(offload_ratio=point.ratio, remote=(point.remote,))
     workload = Workload(
         batch_size=1, prompt_len=mean, new_tokens=mean, max_model_len=2 * point.longest
     )
-    model = scope.models[point.model]
-    run = ExpectedRun(rows)
     chosen = choose_batch_size(
         model, workload, scope.profile, policy, limit=point.requests, run=run
     )
-    return of_file(make_plan(model, chosen, scope.profile, policy, run=run), rows)
+    return make_plan(model, chosen, scope.profile, policy, run=run)
 
 
 def of_file(plan: Plan, rows: list[RowLengths]) -> Result:

@@ -13,7 +13,7 @@ from typing import Any
 
 import dakrun
 from dakrun.errors import GpuFailed
-from dakrun.hardware import LOCAL, cpu_name, why_no_kernels
+from dakrun.hardware import LOCAL, why_no_kernels
 from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate.charts import Entry
 from dakrun.lab.evaluate.figures import Figure
@@ -21,9 +21,9 @@ from dakrun.lab.evaluate.page import page
 from dakrun.lab.evaluate.points import Point, Result
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.lab.evaluate.store import Store, read_run, write_csv, write_run, write_text
+from dakrun.lab.evaluate.store import Store, read_run, write_csv, write_run
 from dakrun.lab.evaluate.tables import tables
-from dakrun.lab.output import commit
+from dakrun.lab.output import commit, machine_facts, write_text
 
 COPIED = " by the copy engine"  # behind a tier's name in run.json
 Progress = Callable[[int, int, str], None]  # points done, points in all, the next one's name
@@ -91,18 +91,11 @@ def evaluate(
 
 def facts(scope: Scope, command: str) -> dict[str, Any]:
     """What run.json says of this run before anything is measured."""
-    versions: dict[str, Any] = {"dakrun": dakrun.__version__}
-    if scope.predict:
-        machine = f"predicted for {scope.profile.name}"
-    else:
-        import torch
-
-        from dakrun.doctor.machine import driver, visible_gpus
-
-        machine, versions["torch"] = cpu_name(), torch.__version__
-        if scope.profile.device == "cuda":
-            machine = torch.cuda.get_device_name()
-            versions |= {"cuda": torch.version.cuda, "driver": driver(visible_gpus()).finding}
+    machine, versions = f"predicted for {scope.profile.name}", {"dakrun": dakrun.__version__}
+    if not scope.predict:
+        here = machine_facts(scope.profile)
+        machine = here["device"]
+        versions |= {name: here[name] for name in ("torch", "cuda", "driver") if here[name]}
     return {
         "machine": machine,
         "profile": scope.profile.name,
@@ -111,10 +104,7 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
         "commit": commit(),
         "versions": versions,
         "models": list(scope.models),
-        "remote": scope.remote,
-        "rivals": list(scope.rivals),
-        "quick": scope.quick,
-        "predict": scope.predict,
+        **{name: getattr(scope, name) for name in ("remote", "rivals", "quick", "predict")},
         "command": command,
     }
 
@@ -159,25 +149,25 @@ def in_order(entries: Iterable[Entry]) -> list[Point]:
     """The points of `entries`, each once, by rank, then those of a kind and model together."""
     ranks: dict[str, tuple[int, Point]] = {}
     for entry in entries:
-        rank, _ = ranks.get(entry.point.key, (entry.rank, entry.point))
-        ranks[entry.point.key] = min(rank, entry.rank), entry.point
-    return [
-        point
-        for _, point in sorted(
-            ranks.values(),
-            key=lambda of: (of[0], of[1].kind, str(getattr(of[1], "model", ""))),
-        )
-    ]
+        before, _ = ranks.get(entry.point.key, (entry.rank, None))
+        ranks[entry.point.key] = min(before, entry.rank), entry.point
+
+    def place(of: tuple[int, Point]) -> tuple[int, str, str]:
+        return of[0], of[1].kind, str(getattr(of[1], "model", ""))
+
+    return [point for _, point in sorted(ranks.values(), key=place)]
 
 
 def describe(point: Point) -> str:
     """A point in a few words, for progress."""
-    known = point.figures()
-    parts = [str(known.get("model") or known.get("remote")), str(known.get("op") or point.kind)]
-    parts += [f"batch {rows}"] if (rows := known.get("batch_size")) else []
-    parts += [f"N={rows}"] if (rows := known.get("n")) else []
-    if (ratio := known.get("ratio")) is not None:
-        parts.append(f"{ratio:.2%} remote")
-    if (by := known.get("by", "dakrun")) != "dakrun":
-        parts.append(by)
-    return ", ".join(parts)
+    known = {"by": "dakrun", **point.figures()}
+    ratio, by = known.get("ratio"), known["by"]
+    parts = [
+        known.get("model") or known.get("remote"),
+        known.get("op") or point.kind,
+        f"batch {rows}" if (rows := known.get("batch_size")) else None,
+        f"N={rows}" if (rows := known.get("n")) else None,
+        None if ratio is None else f"{ratio:.2%} remote",
+        None if by == "dakrun" else by,
+    ]
+    return ", ".join(filter(None, parts))

@@ -3,8 +3,6 @@
 A result that was appended survives a crash; a torn last line is ignored.
 """
 
-import csv
-import io
 import json
 import os
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from typing import Any
 
 from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.points import Point, Result
-from dakrun.lab.output import commit
+from dakrun.lab.output import commit, csv_text, write_text
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))
 
@@ -76,28 +74,20 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def write_csv(path: Path, data: FigureData) -> None:
-    """Write a figure's entries, with points and results that are known, as rows."""
+    """Write a figure's entries, with points and results that are known, as rows.
+
+    Some names are a point's and a result's: the point's, what was asked for, begin with point_.
+    """
     entries = [(chart.name, entry) for chart in data.charts for entry in chart.entries]
-    names = dict.fromkeys(name for _, entry in entries for name in entry.point.figures())
-    # Some names are a point's and a result's: the point's is what was asked for.
-    header = ["panel", "series", "x", "kind", *(f"point_{name}" for name in names), *RESULT_FIELDS]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, header, restval="", lineterminator="\n")
-    writer.writeheader()
+    names = dict.fromkeys(f"point_{name}" for _, e in entries for name in e.point.figures())
+    rows = []
     for panel, entry in entries:
-        asked = {f"point_{name}": _cell(of) for name, of in entry.point.figures().items()}
+        asked = {
+            f"point_{name}": "+".join(of) if isinstance(of, tuple) else of
+            for name, of in entry.point.figures().items()
+        }
         place = {"panel": panel, "series": entry.series, "x": entry.x, "kind": entry.point.kind}
         result = data.of(entry)
-        writer.writerow({**place, **asked, **(asdict(result) if result else {})})
-    write_text(path, out.getvalue())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def _cell(value: Any) -> Any:
-    return "+".join(value) if isinstance(value, tuple) else value
+        rows.append({**place, **asked, **(asdict(result) if result else {})})
+    header = ["panel", "series", "x", "kind", *names, *RESULT_FIELDS]
+    write_text(path, csv_text(header, rows))

@@ -3,12 +3,13 @@
 Knows figures and their panels; measures nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dakrun.hardware import LOCAL
 from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.output import markdown
 from dakrun.lab.panel import Panel
 from dakrun.units import format_rate
 
@@ -36,7 +37,9 @@ def tables(
     for figure in figures:
         if (of := data.get(figure.name)) is not None:
             lines += [f"\n#### {figure.title}\n", figure.finding(of)]
-            lines += [line for panel in of.panels(parts=False) for line in _table(panel)]
+            for panel in of.panels(parts=False):
+                if table := rows(panel):
+                    lines += [f"\n{panel.title}: {panel.y}\n", *markdown(table[0], table[1:])]
     return "\n".join(lines) + "\n"
 
 
@@ -62,11 +65,3 @@ def rows(panel: Panel) -> list[list[str]]:
     ]  # fmt: skip
     head = [panel.x, *(series.name + MARKS[series.kind] for series in columns)]
     return [head, *body] if body else []
-
-
-def _table(panel: Panel) -> Iterator[str]:
-    if table := rows(panel):
-        head, *body = table
-        yield f"\n{panel.title}: {panel.y}\n"
-        for cells in (head, ["---", *["---:"] * (len(head) - 1)], *body):
-            yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -1,10 +1,10 @@
 """Figure 12: ablations of the congestion window and of wave alignment."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure, factor, gains, most
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
+from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure
 from dakrun.lab.evaluate.points import Point
 from dakrun.lab.evaluate.scope import Scope
 
@@ -26,7 +26,7 @@ class Ablations(Figure):
         "Alignment rounds each tier's part to whole waves of its SMs, so that no wave is partly "
         "idle."
     )
-    claimed = "Paper: both speed up GEMM and attention. Here, at most:"
+    claimed = "Paper: both speed up GEMM and attention. Here, with both, at most:"
 
     def charts(self, scope: Scope) -> list[Chart]:
         # The ratio with most to lose: HBM and the link take the same time.
@@ -71,18 +71,6 @@ class Ablations(Figure):
             )
             for name, more, x, shown, rank, places in kinds
         ]
-
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        worst: dict[str, list[str]] = {}
-        for series in list(VARIANTS)[1:]:
-            for chart, x, cost in gains(data, ALL, series):
-                clause = f"{series} up to {factor(cost)} the time ({chart.categories[int(x)]})"
-                worst.setdefault(chart.name, []).append(clause)
-        yield from (f"{name}: {', '.join(clauses)}." for name, clauses in worst.items())
-
-    def here(self, data: FigureData) -> Iterator[str]:
-        for series in list(VARIANTS)[1:]:
-            yield from (f"{series} {cost} the time" for cost in most(data, ALL, series))
 
     def notes(self, scope: Scope) -> list[str]:
         return [

@@ -6,7 +6,7 @@ Imports neither torch nor matplotlib.
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -35,13 +35,26 @@ class Figure(ABC):
     def charts(self, scope: Scope) -> list[Chart]:
         """What is measured, and how it is drawn."""
 
-    @abstractmethod
     def sentences(self, data: FigureData) -> Iterable[str]:
-        """What the results say: who wins, by what factor, where the crossing lies."""
+        """What the results say: who wins, by what factor, where the crossing lies.
+
+        By default, where the first series of each chart is faster than the others at most.
+        """
+        for chart in data.charts:
+            for other, x, gain in gains(data, chart):
+                clause = faster(gain, chart.entries[0].series, other)
+                yield f"{chart.name}: at most, at {chart.where(x)}, {clause}."
 
     def here(self, data: FigureData) -> Iterable[str]:
-        """This machine's figures beside the paper's claim."""
-        return []
+        """This machine's figures beside the paper's claim.
+
+        By default the largest factor by which the first series is faster than each other one.
+        """
+        most: dict[str, float] = {}
+        for chart in data.charts:
+            for other, _, gain in gains(data, chart):
+                most[other] = max(gain, most.get(other, 0.0))
+        yield from (f"{factor(gain)} as fast as {other}" for other, gain in most.items())
 
     def missing(self, scope: Scope) -> str:
         """Why `here` gives none."""
@@ -127,21 +140,11 @@ def largest(curve: Curve, other: Curve) -> tuple[float, float] | None:
     return max(factors, key=lambda of: of[1], default=None)
 
 
-def gains(data: FigureData, one: str, other: str) -> list[tuple[Chart, float, float]]:
-    """(chart, x, factor) by which the series `one` is faster than `other` at most, by chart."""
-    found = ((of, largest(data.times(of, one), data.times(of, other))) for of in data.charts)
-    return [(chart, *gain) for chart, gain in found if gain]
-
-
-def compared(data: FigureData, one: str, other: str, place: str) -> Iterator[str]:
-    """A sentence for each chart: where and by what factor `one` is faster than `other` at most."""
-    for chart, x, gain in gains(data, one, other):
-        yield f"{chart.name}: at most, at {place.format(x)}, {faster(gain, one, other)}."
-
-
-def most(data: FigureData, one: str, other: str) -> list[str]:
-    """The largest factor by which the series `one` is faster than `other`, if there is any."""
-    return [factor(max(gain for *_, gain in of))] if (of := gains(data, one, other)) else []
+def gains(data: FigureData, chart: Chart) -> list[tuple[str, float, float]]:
+    """(series, x, factor) by which a chart's first series is faster than each other one at most."""
+    first, *others = data.lines(chart)
+    found = [(of, largest(data.times(chart, first), data.times(chart, of))) for of in others]
+    return [(other, *gain) for other, gain in found if gain]
 
 
 def factor(value: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import STEP, Figure, faster, largest, most, scaled
+from dakrun.lab.evaluate.figures.base import STEP, Figure, scaled
 from dakrun.lab.evaluate.figures.paper_ratios import (
     MODEL,
     PERCENT,
@@ -55,19 +55,17 @@ class Capacity(Figure):
 
     def sentences(self, data: FigureData) -> Iterator[str]:
         for chart in data.charts:
-            known = [of for of in data.lines(chart).get(CHOICE, []) if of[1].seconds]
+            known = [of for of in data.lines(chart)[CHOICE] if of[1].seconds]
             for entry, result in known[-1:]:
-                case, step = chart.categories[int(entry.x)], format_seconds(result.seconds or 0)
+                case, step = chart.where(entry.x), format_seconds(result.seconds or 0)
                 part = f" with {result.ratio:.1%} outside {data.scope.near}" if result.ratio else ""
                 yield f"{chart.name}: {case} takes {step} a step{part}."
-            if gain := largest(data.times(chart, CHOICE), data.times(chart, COPIED)):
-                clause = faster(gain[1], CHOICE, "copying everything ahead")
-                yield f"At most, at {chart.categories[int(gain[0])]}, the {clause}."
+        yield from super().sentences(data)
 
     def needed(self, data: FigureData, name: str) -> dict[str, float]:
         """The required percent of each case of the chart `name`, where it is above 0."""
         return {
-            chart.categories[int(entry.x)]: value
+            chart.where(entry.x): value
             for chart in data.charts
             if chart.name == name
             for entry, result in data.lines(chart)[CHOICE]
@@ -77,8 +75,7 @@ class Capacity(Figure):
     def here(self, data: FigureData) -> Iterator[str]:
         needed = self.needed(data, f"{self.model_of(data.scope)} in 96 GB")
         yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
-        for gain in most(data, CHOICE, COPIED):
-            yield f"against copying ahead the gain is up to {gain}"
+        yield from super().here(data)
 
     def model_of(self, scope: Scope) -> str:
         """The paper's model."""

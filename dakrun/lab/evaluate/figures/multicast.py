@@ -10,7 +10,6 @@ from dakrun.lab.evaluate.figures.base import (
     STEP_LINEAR,
     Figure,
     at,
-    compared,
     factor,
     scaled,
 )
@@ -56,7 +55,7 @@ class ByRows(Figure):
 
         return [
             Chart(
-                name=f"{model}, {op}", x=ROWS, shown=self.shown, log_x=True,
+                name=f"{model}, {op}", x=ROWS, shown=self.shown, log_x=True, place="N = {:,.0f}",
                 title=f"{model}, {op}, all of its weight in {scope.remote}",
                 entries=[entry(model, op, name, n) for name in series_of(scope) for n in counts],
             )
@@ -154,13 +153,10 @@ class Multicast(ByRows):
         batches = (512,) if scope.quick else (256, 512, 1024)
         steps = Chart(
             name=name, title=f"{name}, 10% outside {scope.near}", x=f"batch: {ROWS}",
-            shown=[STEP_LINEAR], log_x=True,
+            shown=[STEP_LINEAR], log_x=True, place="N = {:,.0f}",
             entries=[entry(series, n) for n in batches for series in series_of(scope)],
         )  # fmt: skip
         return [*super().charts(scope), steps]
-
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        return compared(data, WITH, WITHOUT, "N = {:,.0f}")
 
     def here(self, data: FigureData) -> Iterator[str]:
         one, other = (data.times(data.charts[0], series) for series in SERIES)

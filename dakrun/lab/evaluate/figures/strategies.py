@@ -1,9 +1,7 @@
 """Figure 11: a ratio for each op against one ratio for all."""
 
-from collections.abc import Iterator
-
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
-from dakrun.lab.evaluate.figures.base import STEP, Figure, compared, factor, most, thresholds
+from dakrun.lab.evaluate.charts import Chart, Entry
+from dakrun.lab.evaluate.figures.base import STEP, Figure, factor, thresholds
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import compute_time
 
@@ -21,7 +19,7 @@ class Strategies(Figure):
         "Ops bound by arithmetic can take a larger ratio for free than those bound by memory. The "
         "greedy allocation gives each its own; a uniform one slows the ops that have no slack."
     )
-    claimed = "Paper: greedy up to 1.5 x as fast as uniform on GH200. Here:"
+    claimed = "Paper: greedy up to 1.5 x as fast as uniform on GH200. Here, greedy is:"
 
     def charts(self, scope: Scope) -> list[Chart]:
         def entry(model: str, name: str, ratio: float) -> Entry:
@@ -31,16 +29,10 @@ class Strategies(Figure):
         ratios = [ratio for ratio in scope.some_ratios() if ratio]
         return [
             Chart(name=model, title=f"{model}, batch {BATCH}, read in place", x=scope.outside,
-                  shown=[STEP], root_x=True,
+                  shown=[STEP], root_x=True, place="{:.2g}% outside " + scope.near,
                   entries=[entry(model, name, x) for name in ("greedy", "uniform") for x in ratios])
             for model in scope.models
         ]  # fmt: skip
-
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        return compared(data, "greedy", "uniform", f"{{:.2g}}% outside {data.scope.near}")
-
-    def here(self, data: FigureData) -> list[str]:
-        return most(data, "greedy", "uniform")
 
     def notes(self, scope: Scope) -> list[str]:
         best = {
