@@ -157,6 +157,12 @@ class HardwareProfile:
             },
         )
 
+    def launching(self, card: Card) -> "HardwareProfile":
+        """This machine with launches as on `card`, which has the same limits."""
+        machine = replace(self)
+        machine.__dict__["card"] = card  # where the cached property looks
+        return machine
+
     @functools.cached_property
     def products(self) -> OpCosts:
         """Costs of linear ops by rows of X: the tables of few and of many rows in one."""

@@ -231,14 +231,22 @@ class Forecast:
     sms: tuple[int, ...]
 
 
-def forecast(case: Case, profile: HardwareProfile, remote: Sequence[str]) -> Forecast:
-    """The planner's prediction for a case whose remote units lie in the tiers `remote`."""
+def forecast(
+    case: Case,
+    profile: HardwareProfile,
+    remote: Sequence[str],
+    sms: tuple[int, ...] | None = None,
+) -> Forecast:
+    """The planner's prediction for a case whose remote units lie in the tiers `remote`.
+
+    The planner chooses the SMs of each tier unless `sms` gives them.
+    """
     op = case.operand.op(case.dtype)
     compute = compute_time(op, profile, case.dtype)
     ratios = [count / sum(case.units) for count in case.units]
     lines = Links.of(profile, remote).lines(op.read_bytes, compute)
     kernel, link = bound_times(lines, ratios)
-    sms = sms_by_tier(op, [case.units], compute, max(kernel, link), profile, remote)
+    sms = sms or sms_by_tier(op, [case.units], compute, max(kernel, link), profile, remote)
     launched = launch_times(op, case.units, sms, compute, profile, remote)
     kernel, link = max(kernel, launched[0]), max(link, launched[1])
     return Forecast(predicted_time(op, kernel, profile, link=link), sms)

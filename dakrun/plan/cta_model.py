@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dakrun.geometry import (
     ATOM_BYTES,
     FEW_ROWS,
+    MAX_GROUP_ROW_BLOCKS,
     ROWS_PER_BLOCK,
     SPLITK_MAX_ROWS,
     even_group,
@@ -148,7 +149,7 @@ def read_times(
     parts = list(zip(map(profile.tier, remote), counts[1:], sms[1:], strict=True))
     if op.category == "attention":
         return _attention_times(op.read_bytes / op.units, counts[0], sms[0], parts, profile)
-    model = profile.kernel_model
+    model, card = profile.kernel_model, profile.card
     # Mean bytes read of a row block, by tier: popular experts are not evenly spread over tiers.
     means = [op.read_bytes / op.units] * len(counts)
     if op.chances:
@@ -161,14 +162,17 @@ def read_times(
         if not row_blocks:
             continue
         if own:
-            ctas, group = float(min(own, row_blocks)), even_group(row_blocks, min(own, row_blocks))
-            seconds = row_block * _waves(row_blocks, own, _link_rate(tier, op, profile))
+            ctas, group = (
+                float(min(own, row_blocks)),
+                _group(card, row_blocks, min(own, row_blocks)),
+            )
+            seconds = row_block * _waves(row_blocks, own, card, _link_rate(tier, op, profile))
         else:
             ctas = sms[0] * row_blocks / (counts[0] + mixed)
-            group = even_group(counts[0], sms[0], mixed)
+            group = _group(card, counts[0], sms[0], mixed)
             seconds = _mixed_seconds(row_block * row_blocks, tier, model)
         # HBM idles between launches as well: that is part of the op's fixed cost.
-        held = _ring_bytes(op, ctas, group, profile.card) / tier.direct_bytes_per_s
+        held = _ring_bytes(op, ctas, group, card) / tier.direct_bytes_per_s
         idle = max(0.0, model.launch_gap_seconds - held)
         links.append(seconds + max(0.0, idle - fixed))
     local = means[0] * counts[0] / profile.hbm_bytes_per_s
@@ -212,10 +216,15 @@ def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int
         return 1.0
     model = profile.kernel_model
     ctas = min(max(1, ctas), row_blocks + mixed)
-    group = even_group(row_blocks, ctas, mixed)
+    group = _group(profile.card, row_blocks, ctas, mixed)
     busiest = group * ceil_div(group_count(group, row_blocks, mixed), ctas)
     over_mean = busiest * profile.sms / (row_blocks + mixed)
     return 1 + model.busiest_cta_weight * (over_mean - 1 / model.busy_sms)
+
+
+def _group(card: Card, row_blocks: int, ctas: int, mixed: int = 0) -> int:
+    """Row blocks of a group, as dakrun/launches/splitk.py chooses them."""
+    return even_group(row_blocks, ctas, mixed) if card.even_waves else MAX_GROUP_ROW_BLOCKS
 
 
 def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
@@ -225,7 +234,7 @@ def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
     return ctas * card.ring_bytes * w / (w + x)
 
 
-def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> float:
+def _waves(row_blocks: int, sms: int, card: Card, rate: Callable[[int, int], float]) -> float:
     """Seconds in which one CTA per SM reads `row_blocks`, over the bytes of a row block.
 
     `rate(ctas, group)` is in bytes/s, for that many CTAs and row blocks in a group. Only the last
@@ -234,7 +243,7 @@ def _waves(row_blocks: int, sms: int, rate: Callable[[int, int], float]) -> floa
     if not row_blocks:
         return 0.0
     ctas = min(max(1, sms), row_blocks)
-    group = even_group(row_blocks, ctas)
+    group = _group(card, row_blocks, ctas)
     whole, last = divmod(ceil_div(row_blocks, group), ctas)
     rest = max(0, row_blocks - whole * ctas * group) if last else 0
     seconds = (row_blocks - rest) / rate(ctas, group)

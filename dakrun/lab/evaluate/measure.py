@@ -86,7 +86,7 @@ class Measurer:
         if not self.scope.profile.comparable:
             result = replace(result, predicted_s=None)  # of a nominal profile
         elif result.predicted_s is None and result.seconds is not None:
-            result = replace(result, predicted_s=planned.seconds)
+            result = replace(result, predicted_s=planned.predicted_s)
         if result.problem and result.required_ratio is None:
             result = replace(result, required_ratio=planned.required_ratio)
         return result

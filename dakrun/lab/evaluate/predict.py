@@ -1,12 +1,22 @@
 """Results of points from the planner and its cost model alone; needs no GPU."""
 
+import math
 import random
 from dataclasses import replace
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, DakrunError
+from dakrun.geometry import FEW_ROWS
 from dakrun.hardware import LOCAL
-from dakrun.lab.evaluate.cases import OpPoint, case_of, foreseen, link_reads, remote_names
+from dakrun.lab.cases import forecast
+from dakrun.lab.evaluate.cases import (
+    OpPoint,
+    ablated,
+    case_of,
+    foreseen,
+    link_reads,
+    remote_names,
+)
 from dakrun.lab.evaluate.points import FilePoint, Point, ProductPoint, ReadPoint, Result, StepPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import ExpectedRun, Links, Plan, Policy, choose_batch_size, is_windowed, make_plan
@@ -14,7 +24,6 @@ from dakrun.requests import RowLengths
 
 ROOM = 10**15  # bytes
 SPARE = 1.05  # budgets count nominal GB, capacities the memory that is left
-NOT_MODELLED = "the planner does not model it"
 
 
 def predict(point: Point, scope: Scope) -> Result:
@@ -56,15 +65,48 @@ def of_plan(plan: Plan, batch_size: int) -> Result:
 
 
 def _step(point: StepPoint, scope: Scope) -> Result:
-    if point.by != "dakrun" or point.without:
-        problem = NOT_MODELLED if point.without else "not predicted"
-        return Result(source="predicted", problem=problem)
+    if point.by != "dakrun":
+        return Result(source="predicted", problem="not predicted")
     if problem := too_large(point, scope):
         return short(problem)
+    bare = without(scope, point)
     try:
-        return of_plan(scope.plan(point), point.batch_size)
+        found = of_plan(bare.plan(point), point.batch_size)
+        return replace(found, predicted_s=None) if point.without else found
     except CannotRun:
         return short(shortage(point, scope))
+
+
+def without(scope: Scope, point: StepPoint | OpPoint) -> Scope:
+    """The scope whose machine launches without the techniques that `point` leaves out.
+
+    Without the window, rates are those that the profile's sweep of congestion has for the bytes in
+    flight that the rings of the tier's SMs hold. Raises CannotRun where nothing tells the time.
+    """
+    if not point.without:
+        return scope
+    rows = {"product": "n", "step": "batch_size"}.get(point.kind)
+    many = rows is not None and getattr(point, rows) > FEW_ROWS
+    known = {"window": not many, "alignment": rows and not many, "multicast": rows == "n"}
+    if not all(known[name] for name in point.without):
+        raise CannotRun("the planner does not model it", hint="measure it")
+    machine, card = scope.profile, ablated(scope.profile.card, point.without)
+    (name,) = remote_names(scope, point.remote)
+    tier = machine.tier(name)
+    if not card.windows and is_windowed(tier, card):
+        if (sweep := machine.sweeps.get(f"{name} congestion")) is None:
+            raise CannotRun("the profile has no sweep of congestion", hint="run dakrun profile")
+        asked = tier.sms, tier.sms * card.ring_bytes
+        columns = ("sms", "in_flight_bytes", "remote_bytes_per_s", "hbm_bytes_per_s")
+        rates = list(zip(*map(sweep.column, columns), strict=True))
+        *_, link, hbm = min(
+            rates, key=lambda of: sum(abs(math.log(a / b)) for a, b in zip(of, asked, strict=False))
+        )
+        kept = hbm / max(rate for *_, rate in rates)
+        slower = replace(tier, direct_bytes_per_s=min(link, tier.direct_bytes_per_s))
+        tiers = tuple(slower if of.name == name else of for of in machine.remote)
+        machine = replace(machine, hbm_bytes_per_s=kept * machine.hbm_bytes_per_s, remote=tiers)
+    return replace(scope, profile=machine.launching(card))
 
 
 def _gb(nbytes: float) -> str:
@@ -123,20 +165,20 @@ def _prefetch(point: StepPoint, scope: Scope) -> Result:
 
 
 def _op(point: OpPoint, scope: Scope) -> Result:
-    """A product or attention; multicast alone can be left out."""
-    is_product = isinstance(point, ProductPoint)
-    if set(point.without) - ({"multicast"} if is_product else set()):
-        return Result(source="predicted", problem=NOT_MODELLED)
-    case = case_of(scope, point)
+    """A product or attention, by the SMs that a plan gives it."""
+    case, is_product = case_of(scope, point), isinstance(point, ProductPoint)
     (name,), (local, remote) = remote_names(scope, point.remote), case.tier_bytes
     crossing = remote * link_reads(scope, point, case)[1]
-    seconds = foreseen(scope, point, case).seconds
+    planned, bare = foreseen(scope, point, case), without(scope, point)
+    seconds = planned.seconds
+    if bare is not scope:
+        seconds = forecast(case, bare.profile, (name,), planned.sms).seconds
     if is_product:
         seconds = max(seconds, crossing / scope.profile.tier(name).direct_bytes_per_s)
     return Result(
         source="predicted",
         seconds=seconds,
-        predicted_s=seconds,
+        predicted_s=None if {"window", "alignment"} & {*point.without} else seconds,
         ratio=case.ratio,
         weight_bytes=case.read_bytes if is_product else None,
         read_bytes=local + remote,

@@ -73,7 +73,12 @@ class Ablations(Figure):
         ]
 
     def notes(self, scope: Scope) -> list[str]:
+        predicted = (
+            "Predictions count uneven groups of the GEMM of few rows, and without the window the "
+            "rates of the profile's sweep with the bytes in flight that the rings hold."
+        )
         return [
+            *([predicted] if scope.predict else []),
             "GEMM and models are at the ratio where HBM and the link take the same time. Past it "
             "the link limits the step and the window cannot matter. Attention is at the nearest "
             "whole slot, at least one, which may lie past it.",
