@@ -53,6 +53,17 @@ def process(*command: str, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
+def test_drafts_are_shown_where_they_are_asked_for() -> None:
+    steps = plan_json("--speculate", "suffix:3")["drafts"]["steps"]
+    assert [one["rows"] for one in steps] == [1, 2, 4, 8]
+    assert steps[-1]["token_s"]["0.95"] < steps[-1]["token_s"]["0.5"] < steps[-1]["step_s"]
+    text = re.sub(r"\s+", " ", run(*PLAN, "--speculate", "suffix:3").stdout)
+    assert "8 rows of 4 tokens take" in text and "at an acceptance of 0.8" in text
+    assert f"from {steps[-1]['break_even_tokens_per_row']:.2f} tokens a row" in text
+    assert plan_json()["drafts"] is None and "drafts save" not in run(*PLAN).stdout
+    assert "neither auto" in error_lines(run(*PLAN, "--speculate", "on"))[0]
+
+
 def test_table() -> None:
     result = run(*PLAN)
     assert result.exit_code == 0 and result.stderr == ""

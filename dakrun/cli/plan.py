@@ -19,6 +19,7 @@ from dakrun.cli.options import (
     popularity_option,
     profile_option,
     run_options,
+    speculate_option,
     wide_option,
     workload_options,
 )
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 )
 @policy_options
 @popularity_option
+@speculate_option
 @wide_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with units in the key names.")
 @click.option("--plot", metavar="FILE.png", help="Draw the roofline and the speed by ratio.")

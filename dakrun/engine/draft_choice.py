@@ -1,52 +1,102 @@
-"""Which steps carry drafts: all, none, or those whose time a token is measured to be less.
+"""Which steps carry drafts: none, all that are small enough, or those in which drafts save time.
 
-A step of a row takes T seconds, and with drafts T' for E tokens: drafts save time where T' / E < T.
-Knows neither requests nor runners.
+A step gives a row one token in T seconds; with drafts it takes T' seconds and gives E tokens, so
+that drafts save time where T' < E T. T and T' are measured by size of a step, E by row; until T' is
+measured too, the plan says how many times T it is. Knows no runners.
 """
 
-from dakrun.config import Speculation
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 
-LOST = 0.01  # of a run's time, spent at most on drafts that turn out not to save any
-NEWEST = 0.1  # weight of a step in the means
+from dakrun.config import Speculation
+from dakrun.engine.progress import RequestState
+from dakrun.plan import DraftForecast
+
+LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to save any
+NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
+AGAIN = 100  # steps with drafts after which one without is measured again
+
+
+class _Mean:
+    """A mean of measured values; of many, the newest count most. None before the first."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        old = self.value or 0.0
+        self.value = old + (value - old) * max(NEWEST, 1 / self._count)
 
 
 class DraftChoice:
-    """The user's choice; for "auto", what steps of about as many rows took so far."""
+    """The user's choice; for "auto", what steps of about as many rows take with and without."""
 
-    def __init__(self, speculation: Speculation) -> None:
+    def __init__(self, speculation: Speculation, forecasts: Sequence[DraftForecast]) -> None:
+        """`forecasts` are of steps with up to `speculation.most` drafts, by rising rows."""
         self.most, self._measures = speculation.most, speculation.mode == "auto"
-        self._plain: dict[int, float] = {}  # seconds of a step without drafts, by size
-        self._drafting: dict[int, float] = {}  # of one with drafts
-        self._tokens: dict[int, float] = {}  # of a row in one with drafts
+        self._forecasts, self._rows = forecasts, [one.rows for one in forecasts]
+        self._plain = [_Mean() for _ in forecasts]  # seconds of a step
+        self._drafting = [_Mean() for _ in forecasts]
+        self._kept = _Mean()  # tokens of a row in a step with drafts
+        self._drafted = Counter[int]()  # steps since one without drafts
         self._total_s = 0.0
-        self.lost_s = 0.0  # by steps with drafts, less what others have saved since
+        self._lost_s = 0.0  # by steps with drafts, less what others have saved since
+        self.rejected_s = 0.0  # by which drafts that were not accepted made steps longer
 
-    def next(self, rows: int) -> int:
-        """The drafts of a row, at most, in the next step of so many `rows`."""
-        size = rows.bit_length()
-        if not (self._measures and self.most):
-            return self.most
-        if (plain := self._plain.get(size)) is None:
+    def next(self, running: Sequence[RequestState]) -> int:
+        """The drafts of a row, at most, in the next step, of the `running` requests."""
+        size = bisect_left(self._rows, len(running))
+        if not running or size == len(self._rows):
             return 0
-        drafting = self._drafting.get(size, 2 * plain)
-        if size in self._tokens and drafting < self._tokens[size] * plain:
+        if not self._measures:
             return self.most
+        if self._plain[size].value is None:
+            return 0
+        plain, drafting = self._seconds(size)
+        if self._kept.value is not None:
+            mean = self._kept.value
+            kept = sum(r.kept or mean for r in running) / len(running)
+            if drafting < kept * plain:
+                return self.most if self._drafted[size] < AGAIN else 0
         # What is known may have changed: try again as long as little is lost by it.
         loss = max(0.0, drafting - plain)
-        return self.most if self.lost_s + loss <= LOST * self._total_s else 0
+        return self.most if self._lost_s + loss <= LOST * self._total_s else 0
 
-    def record(self, rows: int, drafts: int, seconds: float, tokens: int) -> None:
-        """Take the time of a step without prompts that had room for `drafts` drafts a row."""
-        size = rows.bit_length()
+    def record(
+        self, rows: Sequence[RequestState], counts: Sequence[int], drafts: int, seconds: float
+    ) -> None:
+        """Take the time of a step without prompts that had room for `drafts` drafts a row.
+
+        It gave each of the `rows` as many tokens as `counts` says.
+        """
+        size = bisect_left(self._rows, len(rows))
         self._total_s += seconds
-        if not drafts:
-            _add(self._plain, size, seconds)
+        if size == len(self._rows):
             return
-        _add(self._drafting, size, seconds)
-        _add(self._tokens, size, tokens / rows)
-        if (plain := self._plain.get(size)) is not None:
-            self.lost_s = max(0.0, self.lost_s + seconds - plain * tokens / rows)
+        if not drafts:
+            self._plain[size].add(seconds)
+            self._drafted[size] = 0
+            return
+        kept = sum(counts) / len(rows)
+        self._drafting[size].add(seconds)
+        self._kept.add(kept)
+        self._drafted[size] += 1
+        mean = self._kept.value or kept
+        for r, count in zip(rows, counts, strict=True):
+            if count:
+                own = r.kept or mean
+                r.kept = own + (count - own) * NEWEST_OF_ROW
+        plain, _ = self._seconds(size)
+        self._lost_s = max(0.0, self._lost_s + seconds - plain * kept)
+        self.rejected_s += max(0.0, seconds - plain) * (1 - (kept - 1) / drafts)
 
-
-def _add(means: dict[int, float], size: int, value: float) -> None:
-    means[size] = means.get(size, value) * (1 - NEWEST) + value * NEWEST
+    def _seconds(self, size: int) -> tuple[float, float]:
+        """Seconds of a step without and with drafts: measured, or as one follows from the other."""
+        longer = self._forecasts[size].break_even
+        plain, drafting = self._plain[size].value, self._drafting[size].value
+        if plain is None:
+            plain = self._forecasts[size].plain_s if drafting is None else drafting / longer
+        return plain, plain * longer if drafting is None else drafting

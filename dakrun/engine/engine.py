@@ -27,7 +27,7 @@ from dakrun.engine.step import Accepted, Row, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
-from dakrun.plan import Plan, requests_per_admission
+from dakrun.plan import Plan, draft_forecasts, requests_per_admission
 from dakrun.requests import Completion, Request, RowError, Tokenizer
 
 
@@ -60,9 +60,10 @@ class Engine:
         speculation: Speculation = OFF,
     ) -> None:
         self.runner, self.plan = runner, plan
-        self._drafts = DraftChoice(speculation)
-        if speculation.most:
-            runner.draft(speculation.most)
+        most = speculation.most
+        self._drafts = DraftChoice(speculation, list(draft_forecasts(plan, most)))
+        if most:
+            runner.draft(most)
         self.stats, self.prompts_first = EngineStats(), False
         self.answers = Answers(plan, tokenizer, grammars)
         self._kv_bytes = plan.model.kv_bytes_per_token
@@ -197,7 +198,7 @@ class Engine:
         """
         if len(self._steps) >= self.runner.ahead:
             return False
-        drafts = self._drafts.next(len(self._running))
+        drafts = self._drafts.next(self._running)
         decoding, parts = self._next_rows(drafts, none_now=none_now)
         if not (decoding or parts):
             return False
@@ -295,14 +296,14 @@ class Engine:
             return
         decode, prompts = launched.step
         if not prompts:
-            count = sum(map(len, accepted.tokens))
-            self._drafts.record(len(decode), launched.drafts, seconds, count)
-        rows = zip(launched.requests, decode, accepted.tokens, strict=False)
-        for r, row, tokens in rows:
-            r.cached += len(tokens) - 1
-            r.drafted -= row.length - 1
+            counts = list(map(len, accepted.tokens))
+            self._drafts.record(launched.requests, counts, launched.drafts, seconds)
+        if launched.drafts:
+            for r, row, tokens in zip(launched.requests, decode, accepted.tokens, strict=False):
+                r.cached += len(tokens) - 1
+                r.drafted -= row.length - 1
         self.stats.count_drafts(accepted)
-        self.stats.draft_lost_s = self._drafts.lost_s
+        self.stats.draft_lost_s = self._drafts.rejected_s
 
     def _end(self, r: RequestState, reason: Reason) -> Completion | RowError:
         """Take `r` out of its slot, and give its result."""

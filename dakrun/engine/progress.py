@@ -35,7 +35,7 @@ class EngineStats:
 
     `drafts` counts the rows of steps with drafts, by the number of tokens drafted for a row, and
     `accepted_drafts` the tokens of them that were accepted. `draft_lost_s`
-    are the seconds by which rejected drafts made steps longer, less what accepted ones saved since.
+    are the seconds by which steps took longer for the drafts that were not accepted.
     """
 
     requests: int = 0
@@ -85,10 +85,12 @@ class EngineStats:
 
     def count_drafts(self, accepted: Accepted) -> None:
         """Add the drafts of a step's rows."""
-        for count, tokens in zip(accepted.drafted, accepted.tokens, strict=False):
-            if tokens:
-                self.drafts[count] += 1
-                self.accepted_drafts[count] += len(tokens) - 1
+        pairs = zip(accepted.drafted, accepted.tokens, strict=False)
+        rows = [(count, len(tokens)) for count, tokens in pairs if tokens]
+        self.drafts.update(count for count, _ in rows)
+        for count, length in rows:
+            if count:
+                self.accepted_drafts[count] += length - 1
 
     def count_end(self, r: "RequestState", result: Completion) -> None:
         """Add `r`, which has ended with that result."""
@@ -113,9 +115,10 @@ class RequestState:
     `prompt` has the tokens that enter the KV cache before the first decode row: the request's
     prompt, and the new tokens that it had when it last gave up its slot. The first `cached`
     positions of its slot are computed, or will be by the steps launched so far: the next row begins
-    there, or up to `drafted` positions later if these steps' drafts are accepted. The first
-    `shared` positions lie in blocks of other requests. `names` has the names of the prompt's full
-    KV blocks. The first `spilled` blocks lie outside the slot's tier; such a request has no names.
+    there, or up to `drafted` positions later if these steps' drafts are accepted. `kept` is the
+    mean of the tokens that a step with drafts gives it, 0 while that is unknown. The first `shared`
+    positions lie in blocks of other requests. `names` has the names of the prompt's full KV blocks.
+    The first `spilled` blocks lie outside the slot's tier; such a request has no names.
     `saved` are copies of its KV blocks, from which it goes on after it has given them up. `limit`
     is the most new tokens that it may have; with 0 one is computed and dropped. `scores` has the
     log-probabilities of the prompt's tokens behind the first, if it asks for them.
@@ -132,6 +135,7 @@ class RequestState:
     scores: list[Likeliest] = field(default_factory=list)
     cached: int = 0
     drafted: int = 0
+    kept: float = 0.0
     names: Sequence[bytes] = ()
     shared: int = 0
     spilled: int = 0

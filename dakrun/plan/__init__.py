@@ -37,6 +37,7 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.run_bound import run_bound
 from dakrun.plan.run_time import RunForecast
+from dakrun.plan.step_time import DraftForecast, draft_forecasts
 
 __all__ = [
     "PREFILL_CHUNK_TOKENS",
@@ -44,6 +45,7 @@ __all__ = [
     "RING_GROUPS",
     "STAGED_TOGETHER",
     "VERIFIED_TOKENS",
+    "DraftForecast",
     "ExpectedRun",
     "Links",
     "Op",
@@ -62,6 +64,7 @@ __all__ = [
     "choose_batch_size",
     "compute_time",
     "decode_ops",
+    "draft_forecasts",
     "is_windowed",
     "kv_positions",
     "kv_staging_bytes",

@@ -290,6 +290,7 @@ def vector_bytes(model: ModelConfig) -> int:
 
 
 VERIFIED_TOKENS = 512  # of a step with drafts, at most
+DRAFT_GRAPHS_BYTES = 16 << 20  # of at most 15 CUDA graphs of steps with drafts
 
 
 def activation_bytes(
@@ -330,7 +331,9 @@ def activation_bytes(
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
     verified = verified_tokens(workload) * (width + vocabulary) * size
-    verified += 4 * workload.batch_size * workload.max_model_len * bool(verified)  # texts
+    if verified:
+        texts = 4 * workload.batch_size * workload.max_model_len
+        verified += texts + DRAFT_GRAPHS_BYTES
     return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables) + verified
 
 

@@ -6,20 +6,19 @@ requests are admitted to the ends that they may have at most, and none gives its
 neither files nor the engine.
 """
 
-import functools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dakrun.config import DTYPE_BYTES
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
-from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.plan import Plan
 from dakrun.plan.prefill import pass_seconds, requests_per_admission
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
 from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
+from dakrun.plan.step_time import StepTimes
 from dakrun.units import ceil_div, counted
 
 ROWS_STEP, MANY_ROWS, MANY_ROWS_STEP = 32, 512, 64  # about the engine's batch buckets
@@ -159,6 +158,7 @@ class _Costs:
         full = attention.layers * attention.read_bytes
         self._attention_s = sum(plan.op("attention").predicted_s) / full  # per KV byte
         self._kv_bytes = plan.model.kv_bytes_per_token
+        self._times, self._other_s = StepTimes(plan), plan.sampling_s + plan.waits_s
 
     def room(self, rows: int) -> int:
         """Tokens of prompts in a step with `rows` rows."""
@@ -169,7 +169,8 @@ class _Costs:
         rows = running.rows
         step = min(rows, MANY_ROWS_STEP if rows > MANY_ROWS else ROWS_STEP)
         bucket = min(self.slots, ceil_div(rows, step) * step)
-        each = self._products(bucket) + self._prefixes(running.shared) + rows * self._row_s
+        each = self._other_s + self._times.products(bucket)
+        each += self._prefixes(running.shared) + rows * self._row_s
         return steps * each + self._attention(positions)
 
     def mixed(
@@ -193,20 +194,3 @@ class _Costs:
         flops = 4.0 * self._plan.model.q_size * layers * shared
         rate = profile.compute[self._plan.model.dtype].at(TILED_MAX_ROWS)
         return layers * PREFIX_LAUNCH_SECONDS + flops / (PREFIX_EFFICIENCY * rate)
-
-    @functools.cache  # noqa: B019  of one forecast
-    def _products(self, rows: int) -> float:
-        """All ops of a step of `rows` rows but attention."""
-        plan = self._plan
-        workload = replace(plan.workload, batch_size=rows)
-        costs = StepCosts(plan.model, workload, plan.profile, plan.tiers[1:])
-        ops = {op.name: op for op in costs.ops}
-        return (
-            plan.sampling_s
-            + plan.waits_s
-            + sum(
-                sum(costs.placed(ops[op.op.name], op.placement, op.transport).predicted_s)
-                for op in plan.ops
-                if op.op.category != "attention"
-            )
-        )

@@ -14,6 +14,7 @@ from dakrun.plan.advice import Advice, Alternative
 from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
+from dakrun.plan.step_time import ACCEPTANCES, draft_forecasts
 from dakrun.units import format_seconds
 
 SCHEMA = 1
@@ -26,6 +27,7 @@ def overview_dict(shown: Overview) -> dict[str, Any]:
         "uniform": _uniform_dict(shown.uniform),
         "published": [_published_dict(other) for other in shown.published],
         "advice": _advice_dict(shown.advice),
+        "drafts": drafts_figures(shown.chosen.plan),
     }
 
 
@@ -190,6 +192,25 @@ def experts_figures(plan: Plan) -> dict[str, Any] | None:
         "read_bytes_per_step": read,
         "read_share": read / resident,
         "local_read_share": sum(op.read_bytes(0) for op in placed) / read,
+    }
+
+
+def drafts_figures(plan: Plan) -> dict[str, Any] | None:
+    """Steps with drafts, by rows, and the time of a token by acceptance; None without drafts."""
+    if not (drafts := plan.workload.drafts):
+        return None
+    return {
+        "tokens": drafts,
+        "steps": [
+            {
+                "rows": one.rows,
+                "step_s": one.step_s,
+                "plain_step_s": one.plain_s,
+                "break_even_tokens_per_row": one.break_even,
+                "token_s": {str(rate): one.token_s(rate) for rate in ACCEPTANCES},
+            }
+            for one in draft_forecasts(plan, drafts)
+        ],
     }
 
 

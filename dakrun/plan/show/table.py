@@ -27,6 +27,7 @@ from dakrun.plan.show.json import (
     window,
 )
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
+from dakrun.plan.step_time import ACCEPTANCES, draft_forecasts
 from dakrun.tables import Column, print_table
 from dakrun.units import format_bytes, format_decimal, format_rate, format_seconds
 
@@ -167,6 +168,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         ("prefill", _prefill_text(shown.chosen)),
         ("bound", _speed_text(bound_figures(shown.chosen))),
         ("predicted", _speed_text(predicted_figures(shown.chosen))),
+        *_draft_rows(plan),
         *_uniform_rows(shown.uniform),
         *(("published", _published_text(other)) for other in shown.published),
         ("advice", shown.advice.sentence),
@@ -223,6 +225,23 @@ def _prefill_text(forecast: Forecast) -> str:
     text = f"{found.tokens:,} tokens in passes of up to {plan.prefill.chunk_tokens:,}"
     remote = any(op.ratio > 0 for op in plan.weights())
     return text + (f", remote weights {plan.prefill.transport}" if remote else "")
+
+
+def _draft_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The largest step with drafts, the time of a token, and where drafts save time."""
+    steps = list(draft_forecasts(plan, plan.workload.drafts))
+    if not steps:
+        return []
+    few, most = steps[0], steps[-1]
+    times = ", ".join(
+        f"{format_seconds(most.token_s(rate))} at an acceptance of {rate}" for rate in ACCEPTANCES
+    )
+    text = (
+        f"{most.rows} row{'s' * (most.rows > 1)} of {1 + most.drafts} tokens take "
+        f"{format_seconds(most.step_s)}, without drafts {format_seconds(most.plain_s)}; a token "
+        f"takes {times}; drafts save time from {most.break_even:.2f} tokens a row and step"
+    )
+    return [("drafts", f"{text}, with one row from {few.break_even:.2f}" if few != most else text)]
 
 
 def _need_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:

@@ -1,0 +1,104 @@
+"""The time of decode steps of fewer rows than a plan's batch, and of several tokens a row.
+
+A step that verifies drafts computes 1 + k tokens of each row, and the first of them that were
+foreseen are kept. Takes the placement of a plan as given. Knows neither texts nor the engine.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dakrun.geometry import PROMPT_PART_ROWS, TILED_MAX_ROWS
+from dakrun.plan.op_costs import StepCosts
+from dakrun.plan.ops import VERIFIED_TOKENS
+from dakrun.plan.plan import Plan
+from dakrun.plan.roofline import op_cost, sampling_time
+from dakrun.units import ceil_div
+
+PROMPT_EFFICIENCY = 0.4  # of the arithmetic of attention with several queries of a request
+ACCEPTANCES = (0.5, 0.8, 0.95)  # for which figures are shown
+
+
+class StepTimes:
+    """Predicted seconds of a plan's steps; rows have the cached positions that it expects."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._attention = plan, plan.op("attention")
+        seconds, _ = op_cost(self._attention.op, plan.profile)
+        self._launches_s = self._attention.op.layers * seconds
+        read_s = sum(self._attention.predicted_s) - self._launches_s
+        self._row_s = read_s / plan.workload.batch_size
+
+    @functools.cache  # noqa: B019  of one plan
+    def step(self, rows: int, tokens: int = 1) -> float:
+        """Seconds of a step of `rows` rows with `tokens` tokens each."""
+        plan, count = self._plan, rows * tokens
+        sampling = sampling_time(plan.model, count, plan.profile)
+        return plan.waits_s + sampling + self.products(count) + self._attend(rows, tokens)
+
+    @functools.cache  # noqa: B019
+    def products(self, tokens: int) -> float:
+        """All ops but attention of a step of `tokens` tokens, which choose experts together."""
+        plan = self._plan
+        workload = replace(plan.workload, batch_size=tokens)
+        costs = StepCosts(plan.model, workload, plan.profile, plan.tiers[1:])
+        ops = {op.name: op for op in costs.ops}
+        return sum(
+            sum(costs.placed(ops[op.op.name], op.placement, op.transport).predicted_s)
+            for op in plan.weights()
+        )
+
+    def _attend(self, rows: int, tokens: int) -> float:
+        """Attention of `rows` rows, which reads keys and values once for all tokens of a row.
+
+        With several tokens the kernel multiplies whole parts of queries of a KV head.
+        """
+        read = self._launches_s + rows * self._row_s
+        if tokens == 1:
+            return read
+        plan, op = self._plan, self._attention.op
+        queries = float(tokens)
+        if plan.profile.device == "cuda":
+            group = plan.model.num_heads // plan.model.num_kv_heads
+            queries = ceil_div(tokens, PROMPT_PART_ROWS // group) * PROMPT_PART_ROWS / group
+        flops = op.layers * op.flops / plan.workload.batch_size * rows * queries
+        rate = PROMPT_EFFICIENCY * plan.profile.compute[plan.model.dtype].at(TILED_MAX_ROWS)
+        return max(read, self._launches_s + flops / rate)
+
+
+def tokens_kept(acceptance: float, drafts: int) -> float:
+    """Tokens that a step with `drafts` drafts of a row is expected to give the row.
+
+    A draft behind right ones is right with the chance `acceptance`, so they are the sum of its
+    powers (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    """
+    return sum(acceptance**i for i in range(drafts + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftForecast:
+    """Steps of `rows` rows: `plain_s` seconds without drafts, `step_s` with `drafts` a row."""
+
+    rows: int
+    drafts: int
+    plain_s: float
+    step_s: float
+
+    @property
+    def break_even(self) -> float:
+        """Tokens of a row and step from which on drafts save time."""
+        return self.step_s / self.plain_s
+
+    def token_s(self, acceptance: float) -> float:
+        """Seconds of a step for each token of a row that it keeps."""
+        return self.step_s / tokens_kept(acceptance, self.drafts)
+
+
+def draft_forecasts(plan: Plan, drafts: int) -> Iterator[DraftForecast]:
+    """Steps with `drafts` drafts a row, of 1, 2, 4, ... rows up to the most; none if it is 0."""
+    if not drafts:
+        return
+    most, times = min(plan.workload.batch_size, VERIFIED_TOKENS // (1 + drafts)), StepTimes(plan)
+    for rows in [*(1 << i for i in range((most - 1).bit_length())), most]:
+        plain, step = times.step(rows), times.step(rows, 1 + drafts)
+        yield DraftForecast(rows=rows, drafts=drafts, plain_s=plain, step_s=step)
