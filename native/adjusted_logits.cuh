@@ -172,9 +172,9 @@ __device__ __forceinline__ void wait_for_mask(const Sampling& sampling, int posi
 }
 
 // The token for `position` of a row with a mask or adjustments: of its vocabulary, or NO_TOKEN, or
-// NONE_ALLOWED. Not inlined, so that other rows do not pay for its registers. All threads of the
-// CTA take part, and get the token. `visible` is shared memory for AdjustedLogits.
-__device__ __noinline__ int choose_adjusted(Row row, const Sampling& sampling, int position,
+// NONE_ALLOWED. All threads of the CTA take part, and get the token. `visible` is shared memory for
+// AdjustedLogits.
+__device__ __forceinline__ int choose_adjusted(Row row, const Sampling& sampling, int position,
                                             uint32_t* visible, SearchParts& parts) {
   Adjustments* const own = sampling.adjustments;
   const AdjustedLogits logits{row, visible, own};

@@ -13,7 +13,6 @@
 #include "cta_reduce.cuh"
 #include "geometry.cuh"
 #include "prompt_tile.cuh"
-#include "sampling_words.cuh"
 #include "slot_drafts.cuh"
 #include "store_place.cuh"
 
@@ -29,7 +28,6 @@ struct DraftTokensArgs {
   // [slots][proposal_size]: tokens that may follow the newest one at a position, from the host:
   // that position, the length of their match, then the tokens, negative from their end on.
   const int* proposals;
-  const Sampling* sampling;   // [slots]
   const uint64_t* tables;     // [slots][table_blocks]: addresses of KV blocks
   int* tokens;                // [rows][width]
   int* positions;             // [rows][width]
@@ -119,10 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!idle && match > 0) {
-    // Each mask and each penalty follows from the token before, which only a step may tell.
-    const Sampling& own = args.sampling[slot];
-    const bool waits = own.mask != nullptr || own.adjustments != nullptr;
-    drafts = waits ? 0 : min(args.by_match[match], limits.most);
+    drafts = min(args.by_match[match], limits.most);
     drafts = max(0, min(min(drafts, known), min(limits.room, limits.end) - 1 - start));
   }
   for (int i = threadIdx.x; i < args.width; i += kThreads) {

@@ -120,4 +120,9 @@ __device__ __forceinline__ int load_acquire_sys(const int* from) {
   return value;
 }
 
+// The same for a store: for a flag that the CPU reads, in host memory.
+__device__ __forceinline__ void store_release_sys(int* to, int value) {
+  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
 }  // namespace ptx

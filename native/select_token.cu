@@ -28,6 +28,7 @@ struct SelectTokenArgs {
   int* newest;             // [slots], or null: newest tokens
   const Sampling* sampling;  // [slots], or null: temperature 0
   int vocabulary, depth;
+  int adjusts;  // 0: leave rows with a mask or adjustments to select_in_order
 };
 
 // Largest logit that a thread has seen, and its chunk.
@@ -47,6 +48,12 @@ struct Found {
     return static_cast<uint64_t>(value - kBelowAll) << 32 | place;
   }
 };
+
+// Not inlined, so that other rows do not pay for its registers.
+__device__ __noinline__ int choose_apart(Row row, const Sampling& sampling, int position,
+                                         uint32_t* visible, SearchParts& parts) {
+  return choose_adjusted(row, sampling, position, visible, parts);
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     select_token(const __grid_constant__ SelectTokenArgs args) {
@@ -70,10 +77,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Sampling* const own = args.sampling + slot;
   const bool adjusts =
       args.sampling != nullptr && (own->mask != nullptr || own->adjustments != nullptr);
+  if (adjusts && !args.adjusts) return;
   if (args.sampling != nullptr && finite && (own->temperature > 0.0f || adjusts)) {
     __shared__ SearchParts search;
     if (adjusts) {
-      logged = choose_adjusted(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem), search);
+      logged = choose_apart(row, *own, length + 1, reinterpret_cast<uint32_t*>(smem), search);
     } else {
       logged = sample(ModelLogits{row}, maximum, logit_of(maximum), *own, length + 1, search);
     }

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dakrun.config import SamplingParams
 from dakrun.drafts import continuation, longest_match
 from dakrun.geometry import KV_BLOCK, LONGEST_MATCH
-from dakrun.kernels import TokenMask, sampling_words
 from dakrun.kernels.attention import BlockTables, KVShape, PromptSegment, PromptWork
 from dakrun.kernels.draft_tokens import (
     DraftBuffers,
@@ -51,11 +49,6 @@ class Case:
         starts = [int(self.starts[slot]) for slot in self.slots]
         starts[1] = -1  # a row without a request
         self.lengths = torch.tensor(starts, dtype=torch.int32, device=device)
-        plain = sampling_words(SamplingParams(), 0)
-        words = [plain] * SLOTS
-        self.guided = self.slots[-1]
-        words[self.guided] = sampling_words(SamplingParams(), 0, TokenMask(64, 64))
-        self.sampling = torch.tensor(words, dtype=torch.int32, device=device)
         blocks = random.permutation(SLOTS * SHAPE.blocks).reshape(SLOTS, -1)
         addresses = torch.from_numpy(1 << 20 | blocks * SHAPE.layer_bytes).to(device)
         self.tables = BlockTables(addresses, SHAPE.head_bytes, 3 * SHAPE.layer_bytes)
@@ -71,8 +64,7 @@ class Case:
         match, place = longest_match(text)
         most = min(BY_MATCH[match], limits.most, self.width - 1)
         most = max(0, min(most, min(limits.room, limits.end) - 1 - start))
-        drafts = continuation(text, place, 0 if slot == self.guided else most)
-        return [int(text[-1]), *drafts], match
+        return [int(text[-1]), *continuation(text, place, most)], match
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])
@@ -82,7 +74,7 @@ def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_dev
     found = case.buffers
     for buffer in (found.tokens, found.positions, found.places):
         buffer.fill_(-7)
-    found.draft(case.lengths, case.rows, case.texts, case.sampling, case.tables)
+    found.draft(case.lengths, case.rows, case.texts, case.tables)
     segments, lengths = [], set[int]()
     for row, slot in enumerate(case.slots):
         tokens, match = case.wanted(row)
@@ -106,7 +98,7 @@ def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_dev
     work = found.work(len(case.slots))
     made = PromptWork.of(segments, kv_heads=2, group=4, head_dim=64, device=torch.device("cpu"))
     tiles = work.tiles[: int(work.count)].tolist()
-    assert len(tiles) == len(case.slots) * found.splits and found.splits == 1
+    assert len(tiles) == len(case.slots) * found.splits(len(case.slots)) and found.splits(7) == 1
     used = [tile[:9] for tile in tiles if tile[1]]
     assert sorted(used) == sorted(tile[:9] for tile in made.tiles.tolist())
     assert all(tile == [0] * 8 + [1, 0, 0, 0] for tile in tiles if not tile[1])
@@ -131,14 +123,12 @@ def test_proposals_count_while_the_text_follows_them(
             made = torch.tensor([at, match, *tokens], dtype=torch.int32)
             case.texts.proposals[slot] = made
             found = case.buffers
-            found.draft(case.lengths, case.rows, case.texts, case.sampling, case.tables)
+            found.draft(case.lengths, case.rows, case.texts, case.tables)
             mine = found.tokens[row * 6 : row * 6 + 6].tolist()
             used = int((found.positions[row * 6 : row * 6 + 6] >= 0).sum())
             right = tokens[passed : max(passed, known)][:5]
             follows = not (wrong and passed) and passed < known
-            if slot == case.guided:
-                assert used == 1
-            elif counts and follows:
+            if counts and follows:
                 assert mine[1:used] == right and found.matches[row] == LONGEST_MATCH
             else:
                 assert mine[:used] == own_drafts(case, row, used) and found.matches[row] < 32
@@ -161,10 +151,9 @@ def test_long_texts_of_few_rows_are_divided(kernel_device: str) -> None:
     texts.by_match.fill_(2)
     lengths = torch.tensor([49 * KV_BLOCK - 1, 20 * KV_BLOCK], dtype=torch.int32, device=device)
     slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
-    sampling = torch.zeros(2, 14, dtype=torch.int32, device=device)
     tables = BlockTables(torch.zeros(2, 64, dtype=torch.int64, device=device), shape.head_bytes)
-    buffers.draft(lengths, slots, texts, sampling, tables)
-    assert buffers.splits == 4
+    buffers.draft(lengths, slots, texts, tables)
+    assert buffers.splits(2) == 4
     tiles = buffers.work(2).tiles.tolist()
     assert [tile[5:9] for tile in tiles[:4]] == [
         [0, 16, 0, 3],
@@ -180,7 +169,7 @@ def test_long_texts_of_few_rows_are_divided(kernel_device: str) -> None:
 def test_tokens_that_drafts_foresaw_are_accepted(width: int, kernel_device: str) -> None:
     case, random = Case(kernel_device, width, seed=5), np.random.default_rng(width)
     drafts, rows, texts = case.buffers, len(case.slots), case.texts
-    drafts.draft(case.lengths, case.rows, texts, case.sampling, case.tables)
+    drafts.draft(case.lengths, case.rows, texts, case.tables)
     chosen = torch.from_numpy(random.integers(3, 9, rows * width).astype(np.int32))
     wanted = {}
     for row, slot in enumerate(case.slots):

@@ -454,7 +454,7 @@ def test_steps_with_drafts_choose_what_steps_without_choose(
             made.keep(2)
         else:
             made.run(2)
-        found = made.accepted(Step(decode), [()] * len(decode))
+        found = made.accepted(Step(decode), [])
         drafted += found.drafted
         for row, new in zip(decode, found.tokens, strict=True):
             tokens[row.slot] += new

@@ -1,11 +1,14 @@
 """Steps with drafts on the GPU's kernels, against steps without and against float32."""
 
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from teacher_forced import TOP, Divergence, divergences, unit_in_last_place
 from tiny_models import kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -62,26 +65,33 @@ def repeating(count: int) -> list[list[int]]:
     ]
 
 
-def near_ties(
-    model: PreTrainedModel, prompts: Sequence[list[int]], found: Sequence[tuple[Completion, ...]]
-) -> tuple[int, float]:
-    """How many results of the same prompt differ, and by how much their logits do at most.
+def check(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    positions: int,
+    differ: Sequence[Divergence],
+) -> None:
+    """At most 1% of choices differ, where the two best scores are within 2 units in the last place.
 
-    At the first token that differs, in standard deviations of the logits in float32.
+    The model in float32 says how large the logits are.
     """
-    differ, worst = 0, 0.0
-    for prompt, (one, other) in zip(prompts, found, strict=True):
-        pairs = zip(one.token_ids, other.token_ids, strict=True)
-        first = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
-        if first is None:
-            continue
-        differ += 1
-        ids = torch.tensor([[*prompt, *one.token_ids[:first]]], device="cuda")
+    assert len(differ) <= 0.01 * positions
+    for one in differ:
         with torch.no_grad():
-            logits = model(ids).logits[0, -1].float()
-        gap = logits[one.token_ids[first]] - logits[other.token_ids[first]]
-        worst = max(worst, float(gap.abs() / logits.std()))
-    return differ, worst
+            logits = model(torch.tensor([one.history], device="cuda")).logits[0, -1].float()
+        assert one.gap <= 2 * unit_in_last_place(logits, dtype)
+
+
+def run(llm: LLM, requests: Sequence[Request]) -> dict[str, Completion]:
+    """Completions by id; all KV blocks are back."""
+    found = {}
+    for one in llm.stream(requests):
+        assert isinstance(one, Completion), one
+        found[one.id] = one
+    cache = llm.engine.runner.cache
+    free = [cache.free(tier) for tier in range(len(cache.blocks))]
+    assert free == list(cache.blocks), "all blocks are back"
+    return found
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
@@ -90,19 +100,58 @@ def test_drafts_change_tokens_only_at_near_ties(
     model: tuple[Path, PreTrainedModel], speculate: str, ratio: float
 ) -> None:
     path, reference = model
-    given, params = repeating(48), SamplingParams(max_tokens=NEW, ignore_eos=True)
-    results = []
-    for choice in ("off", speculate):
-        with load(path, choice, offload_ratio=ratio, kv_offload_ratio=ratio) as llm:
-            assert isinstance(llm.engine.runner, GraphRunner)
-            results.append(llm.generate(given, params))
-            stats, cache = llm.engine.stats, llm.engine.runner.cache
-            free = [cache.free(tier) for tier in range(len(cache.blocks))]
-            assert free == list(cache.blocks), "all blocks are back"
-    differ, worst = near_ties(reference, given, list(zip(*results, strict=True)))
-    assert differ <= 0.01 * NEW * len(given) and worst <= 0.03
-    accepted, rows = sum(stats.accepted_drafts.values()), sum(stats.drafts.values())
-    assert accepted > 0.1 * rows, "random models soon repeat themselves"
+    kinds = ({}, {"temperature": 0.8})
+    requests = [
+        Request(
+            id=str(i), line=i + 1, prompt_ids=tuple(ids),
+            params=SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=TOP, **kinds[i % 2]),
+        )
+        for i, ids in enumerate(repeating(48))
+    ]  # fmt: skip
+    with load(path, speculate, offload_ratio=ratio, kv_offload_ratio=ratio) as llm:
+        assert isinstance(llm.engine.runner, GraphRunner)
+        found, stats = run(llm, requests), llm.engine.stats
+        accepted, rows = sum(stats.accepted_drafts.values()), sum(stats.drafts.values())
+        assert accepted > 0.1 * rows, "random models soon repeat themselves"
+    with load(path, "off", offload_ratio=ratio, kv_offload_ratio=ratio) as llm:
+        check(reference, torch.float16, *divergences(partial(run, llm), requests, found))
+
+
+CHATS = [Path(MODEL), *map(Path, filter(None, [os.environ.get("DAKRUN_TEST_CHAT_MODEL")]))]
+
+
+@pytest.mark.parametrize("path", CHATS, ids=lambda path: path.name)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5])
+def test_chats_with_a_shared_prefix(path: Path, dtype: str, ratio: float) -> None:
+    """The demo's model, and the checkpoint of real text in DAKRUN_TEST_CHAT_MODEL."""
+    with LLM(path, device="cuda", batch_size=64, dtype=dtype) as llm:  # type: ignore[arg-type]
+        positions, tokenizer = llm.plan.workload.max_model_len, llm.rules.tokenizer
+    assert tokenizer is not None
+    new = min(128, positions // 3)
+    begin = ("You answer in one sentence, and repeat the question first. " * 8)[: positions // 4]
+    words = [f"{begin}What is {word} and {other}? " for word in WORDS * 4 for other in WORDS]
+    requests = [
+        Request(
+            id=str(i), line=i + 1, prompt_ids=tuple(tokenizer.encode(text)),
+            params=SamplingParams(
+                max_tokens=new, ignore_eos=True, logprobs=TOP, temperature=0.7 * (i % 2)
+            ),
+        )
+        for i, text in enumerate(words[:64])
+    ]  # fmt: skip
+    found = dict[str, Completion]()
+    for choice in ("suffix", "off"):
+        with LLM(
+            path, device="cuda", batch_size=64, dtype=dtype, speculate=choice,  # type: ignore[arg-type]
+            policy=Policy(offload_ratio=ratio, kv_offload_ratio=ratio),
+        ) as llm:  # fmt: skip
+            if choice == "suffix":
+                found = run(llm, requests)
+                continue
+            compared = divergences(partial(run, llm), requests, found)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
+    check(reference, getattr(torch, dtype), *compared)
 
 
 def test_few_blocks_and_other_options(
@@ -110,9 +159,9 @@ def test_few_blocks_and_other_options(
 ) -> None:
     """Requests give their blocks up; samples, penalties, log-probabilities, stops of all lengths.
 
-    Rows with penalties have no drafts. Results have the right lengths and log-probabilities.
+    Results have the right lengths and log-probabilities; most are those without drafts.
     """
-    path, reference = model
+    path, _ = model
     monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0.8, "top_k": 50}, {"logprobs": 2}, {"repetition_penalty": 1.3},
@@ -140,10 +189,6 @@ def test_few_blocks_and_other_options(
             if one.logprobs is not None:
                 assert [a.chosen.token_id for a in one.logprobs] == list(one.token_ids)
         results.append(found)  # type: ignore[arg-type]
-    greedy = range(0, 60, 4)
-    pairs = [tuple(found[str(i)] for found in results) for i in greedy]
-    _, worst = near_ties(reference, [given[i] for i in greedy], pairs)
-    assert worst <= 0.03
     equal = sum(results[0][r.id].token_ids == results[1][r.id].token_ids for r in requests)
     assert equal >= 0.8 * len(requests)
 

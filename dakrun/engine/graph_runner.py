@@ -144,6 +144,7 @@ class GraphRunner:
                 run()  # compiles its kernels; all rows are idle
                 self._verifying[bucket] = capture(run, self._pool)
         self._filled, self._verify = False, made
+        self._masks.ahead = self.ahead * made.width
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -156,8 +157,6 @@ class GraphRunner:
         if self.expert_use is not None:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
-        if verify and rows:
-            verify.limit(rows)
         bucket = self._assign(rows) if rows else ()
         width = 1
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -178,6 +177,7 @@ class GraphRunner:
         elif verify and bucket in verify.buckets and any(row.length > 1 for row in rows):
             if not self._filled:
                 self._fill()
+            verify.limit(rows)
             start.record()
             self._verifying[bucket].replay()
             logits, tokens, width = verify.backend.logits, verify.chosen, verify.width
@@ -229,13 +229,14 @@ class GraphRunner:
             self._step_s = launched.start.elapsed_time(launched.end) / 1e3
         logprobs = launched.chosen.collect().logprobs if launched.chosen else ()
         scores = launched.scores.collect() if launched.scores else ()
-        tokens, drafted = self._decode.logged(launched.step), list[int]()
+        step, drafted = launched.step, list[int]()
+        tokens = self._decode.logged(step._replace(decode=()) if self._verify else step)
         if self._verify:
-            accepted = self._verify.accepted(launched.step, tokens)
+            accepted = self._verify.accepted(step, tokens)
             tokens, drafted = accepted.tokens, list(accepted.drafted)
             own = zip(logprobs, tokens, strict=False)
             logprobs = [likeliest[: len(new)] for likeliest, new in own]
-        slots = (row.slot for row in launched.step.rows)
+        slots = (row.slot for row in step.rows)
         self._masks.release_failed(zip(slots, tokens, strict=True))
         return Accepted(tokens, logprobs, scores, drafted)
 

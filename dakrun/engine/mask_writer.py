@@ -41,7 +41,7 @@ class MaskWriter:
     """The masks of `slots` slots, and the thread that writes them while any slot is guided.
 
     `log` is int32 [slots, depth] in page-locked memory: the token chosen for position p of a slot
-    is written to log[slot, (p - 1) % depth]. Up to `ahead` steps are in flight together.
+    is written to log[slot, (p - 1) % depth]. Steps in flight choose up to `ahead` tokens of a slot.
 
     A step that begins a guide is launched in this order: `begin`; `announce`, in the order of the
     stream; the launches. Steps in flight from before have then written what they had to write to
@@ -51,7 +51,7 @@ class MaskWriter:
     def __init__(self, log: torch.Tensor, vocabulary: int, ahead: int) -> None:
         slots, self._depth = log.shape
         self._log = log.numpy().reshape(-1)
-        self._slots, self._words, self._ahead = slots, mask_words(vocabulary), ahead
+        self._slots, self._words, self.ahead = slots, mask_words(vocabulary), ahead
         self._floor = [0] * slots  # no step in flight waits for more than that
         self._guided: dict[int, _Guided] = {}
         self._begun: dict[int, _Guided] = {}  # by the main thread, not yet seen by the other
@@ -97,7 +97,7 @@ class MaskWriter:
         The thread may not know of them: if logits are not finite, the kernel waits for no mask.
         """
         if self._guided:
-            for slot in [slot for slot, tokens in chosen if tokens and tokens[0] < 0]:
+            for slot in [slot for slot, tokens in chosen if tokens and min(tokens) < 0]:
                 self.release(slot)
 
     def release(self, slot: int) -> None:
@@ -141,7 +141,7 @@ class MaskWriter:
         self._watched = None
         for guided in (self._guided, self._begun):
             if (old := guided.pop(slot, None)) is not None:
-                self._floor[slot] = max(self._floor[slot], old.base + old.position + self._ahead)
+                self._floor[slot] = max(self._floor[slot], old.base + old.position + self.ahead)
         return self._floor[slot]
 
     def _run(self) -> None:

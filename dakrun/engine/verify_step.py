@@ -8,6 +8,7 @@ Knows rows and slots, neither graphs nor requests.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,18 +16,13 @@ import torch
 from dakrun.drafts import DraftLengths, FileIndex
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep
 from dakrun.engine.kv_cache import KVCache
-from dakrun.engine.step import Accepted, Row, Sampling, Step
-from dakrun.geometry import KV_BLOCK, WARPGROUPS
-from dakrun.kernels import select_token, store_kv
+from dakrun.engine.slot_progress import SlotProgress, end_of
+from dakrun.engine.step import Accepted, Row, Step
+from dakrun.geometry import KV_BLOCK, LONGEST_MATCH, WARPGROUPS
+from dakrun.kernels import select_in_order, select_token, store_kv
 from dakrun.kernels.attention import KVShape, prompt_attn
 from dakrun.kernels.attention.prompt import part_queries
-from dakrun.kernels.draft_tokens import (
-    DraftBuffers,
-    Outcome,
-    SlotDrafts,
-    SlotTexts,
-    accept_drafts,
-)
+from dakrun.kernels.draft_tokens import DraftBuffers, SlotDrafts, SlotTexts, accept_drafts
 from dakrun.memory.device import upload
 from dakrun.models.modules import Attention
 from dakrun.plan import VERIFIED_TOKENS
@@ -55,13 +51,12 @@ class VerifyStep:
         self._step, self._cache, self._shape = step, cache, shape
         proposed = PROPOSED_STEPS * self.width
         self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, proposed)
+        self._progress = SlotProgress(step.log.numpy(), self._texts.log.numpy())
         self._index = FileIndex(cache.slots)
         self._proposals: np.ndarray | None = None  # of slots, each behind its slot's number
-        self._tokens, self._outcomes = step.log.numpy(), self._texts.log.numpy()
-        self._known: dict[int, tuple[Sampling, int]] = {}  # and the cached positions, by slot
         self._limits: dict[int, SlotDrafts] = {}
         self._by_match: list[int] = []
-        rows = max(map(sum, fit), default=0)
+        self._rows = rows = max(map(sum, fit), default=0)
         if rows:
             tokens = rows * self.width
             self.backend = step.backend.with_buffers(step.backend.staging, tokens)
@@ -72,20 +67,23 @@ class VerifyStep:
     def run(self, n: int) -> None:
         """Launch a step of the first n rows, with drafts."""
         step, drafts, tokens = self._step, self._buffers, n * self.width
-        drafts.draft(
-            step.lengths[:n], step.slots[:n], self._texts, step.sampling, self._cache.tables
-        )
+        drafts.draft(step.lengths[:n], step.slots[:n], self._texts, self._cache.tables)
         ids, positions = drafts.tokens[:tokens], drafts.positions[:tokens]
         self.backend.model.forward(self.backend, partial(self._attend, n), ids, positions)
+        logits, chosen, slots = (
+            own[:tokens] for own in (self.backend.logits, self.chosen, drafts.slots)
+        )
         select_token(
-            self.backend.logits[:tokens], self.chosen[:tokens], positions, drafts.slots[:tokens],
-            step.log, step.sampling, pdl=True,
-        )  # fmt: skip
-        accept_drafts(self.chosen[:tokens], positions, self._rows(n), self._texts, drafts)
+            logits, chosen, positions, slots, step.log, step.sampling, adjusts=False, pdl=True
+        )
+        select_in_order(
+            logits, ids, chosen, positions, slots, step.log, step.sampling, width=self.width
+        )
+        accept_drafts(chosen, positions, self._first(n), self._texts, drafts)
 
     def keep(self, n: int) -> None:
         """Keep the books of a step of the first n rows that had no drafts."""
-        rows = tokens, lengths, _ = self._rows(n)
+        rows = tokens, lengths, _ = self._first(n)
         accept_drafts(tokens, lengths, rows, self._texts)
 
     def begin(self, rows: Sequence[Row], *, chosen: bool) -> None:
@@ -93,29 +91,37 @@ class VerifyStep:
 
         Where a step has `chosen` the token behind, it is the newest; else the row's last token is.
         """
-        texts = self._texts
-        for row in rows:
-            known = row.sampling.history.last(row.last + 1)
-            own = upload(torch.tensor(known, dtype=torch.int32), texts.text.device)
-            texts.text[row.slot, : len(known)].copy_(own)
-            if chosen:
-                texts.text[row.slot, row.last + 1].copy_(texts.newest[row.slot])
-            cached = row.last + chosen
-            texts.cached[row.slot].fill_(cached)
-            self.lengths.begin(row.slot)
-            self._index.begin(row.slot, known)
-            if not chosen:
-                self._known[row.slot] = row.sampling, cached
+        if not rows:
+            return
+        texts, device = self._texts, self._texts.text.device
+        width, every = texts.text.shape[1], texts.text.view(-1)
+        known = [row.sampling.history.last(row.last + 1) for row in rows]
+        tokens = np.fromiter(chain.from_iterable(known), dtype=np.int32)
+        starts = [row.slot * width for row in rows]
+        places = [first + np.arange(len(own)) for first, own in zip(starts, known, strict=True)]
+        at = upload(torch.from_numpy(np.concatenate(places)), device)
+        every[at] = upload(torch.from_numpy(tokens), device)
+        columns = [[row.slot for row in rows], [row.last + chosen for row in rows], starts]
+        columns.append([end_of(row) for row in rows])
+        slots, cached, first, ends = upload(torch.tensor(columns), device)
+        if chosen:
+            every[first + cached] = texts.newest[slots]
+        texts.cached[slots] = cached.int()
+        texts.limits[slots, 0] = ends.int()
+        for row in () if chosen else rows:
+            self._know(row, row.last)
 
     def limit(self, rows: Sequence[Row]) -> None:
-        """Say how far the requests of decode `rows` may go, where this has changed."""
+        """Say how far the requests of decode `rows` may go with drafts, where this has changed.
+
+        And what may follow their texts, as far as the host has found it out.
+        """
         changed = dict[int, SlotDrafts]()
         for row in rows:
-            history, slot = row.sampling.history, row.slot
-            end = len(history.prompt) + max(1, row.sampling.limit) - 1
-            own = SlotDrafts(end, self._cache.room(slot), self.lengths.by_slot[slot])
-            if self._limits.get(slot) != own:
-                changed[slot] = own
+            room, most = self._cache.room(row.slot), self.lengths.by_slot[row.slot]
+            own = SlotDrafts(end_of(row), room, most)
+            if self._limits.get(row.slot) != own:
+                changed[row.slot] = own
         device = self._texts.limits.device
         if changed:
             self._limits |= changed
@@ -128,40 +134,38 @@ class VerifyStep:
             self._texts.by_match.copy_(upload(made, device))
         if self._proposals is not None:
             made = upload(torch.from_numpy(self._proposals), device)
-            self._texts.proposals[made[:, 0]] = made[:, 1:]
+            self._texts.proposals[made[:, 0].long()] = made[:, 1:]
             self._proposals = None
 
     def place(self, n: int) -> None:
         """Let the first n rows go on where their slots are, which only the device may know."""
-        lengths, slots = self._step.lengths[:n], self._step.slots[:n]
+        lengths, slots = self._step.lengths[:n], self._step.slots[:n].long()
         cached, ends = self._texts.cached[slots], self._texts.limits[slots, 0]
         lengths.copy_(cached.where((lengths >= 0) & (cached < ends), IDLE))
 
     def accepted(self, step: Step, chosen: Sequence[Sequence[int]]) -> Accepted:
         """What a step has accepted, once it has ended.
 
-        `chosen` has the tokens behind the prompts' parts, of which decode rows have none.
+        `chosen` has the tokens behind each of its parts of prompts.
         """
-        count = len(step.decode)
-        outcomes = [self._outcome(row) for row in step.decode]
-        tokens: list[Sequence[int]] = []
-        for row, (start, outcome) in zip(step.decode, outcomes, strict=True):
-            log, places = self._tokens[row.slot], range(start, start + outcome.accepted)
-            tokens.append([int(log[place % LOG_STEPS]) for place in places])
-            if outcome.accepted:
-                self._known[row.slot] = row.sampling, start + outcome.accepted
-        self.lengths.learn(
-            [row.slot for row in step.decode],
-            [outcome.match for _, outcome in outcomes],
-            [outcome.drafted for _, outcome in outcomes],
-            [max(0, outcome.accepted - 1) for _, outcome in outcomes],
-        )
+        tokens, outcome = self._progress.take(step.decode)
+        drafted = outcome.drafted.tolist()
+        if any(drafted):
+            slots = [row.slot for row in step.decode]
+            right = [max(0, len(own) - 1) for own in tokens]
+            self.lengths.learn(slots, outcome.match.tolist(), drafted, right)
         for row in step.prompts:
             if row.wanted:
-                self._known[row.slot] = row.sampling, row.last + 1
-        tokens += chosen[count:]
-        self._propose(step.rows, tokens)
-        return Accepted(tokens, drafted=[outcome.drafted for _, outcome in outcomes])
+                self._know(row, row.last + 1)
+        found = [*tokens, *chosen]
+        self._propose(step.rows, found)
+        return Accepted(found, drafted=drafted)
+
+    def _know(self, row: Row, cached: int) -> None:
+        """The request of `row` has its slot, with `cached` positions; all before is known."""
+        self._progress.begin(row, cached)
+        self.lengths.begin(row.slot)
+        self._index.begin(row.slot, row.sampling.history.last(LONGEST_MATCH))
 
     def _propose(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
         """Add the rows' new `tokens` to the index of all answers, and propose what may follow."""
@@ -171,22 +175,17 @@ class VerifyStep:
             return
         slots = list(new)
         self._index.extend(slots, list(new.values()))
+        if len(slots) > self._rows:
+            return  # too many for drafts
         matches, found = self._index.propose(slots, PROPOSED_STEPS * self.width)
         known = np.flatnonzero(matches)
         if len(known):
-            at = [self._known[slots[number]][1] for number in known]
-            made = (np.array(slots)[known], at, matches[known], *found[known].T)
+            numbers = np.array(slots)[known]
+            made = numbers, self._progress.cached[numbers], matches[known], *found[known].T
             self._proposals = np.stack(made, axis=1).astype(np.int32)
 
-    def _outcome(self, row: Row) -> tuple[int, Outcome]:
-        """Where a decode row began, and its outcome; it is empty if the request had ended."""
-        sampling, start = self._known.get(row.slot, (None, 0))
-        end = len(row.sampling.history.prompt) + max(1, row.sampling.limit) - 1
-        if sampling is not row.sampling or start >= end:
-            return start, Outcome(0, 0, 0)
-        return start, Outcome.of(int(self._outcomes[row.slot, start % LOG_STEPS]))
-
-    def _rows(self, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _first(self, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, lengths and slots of the first n rows."""
         return self._step.tokens[:n], self._step.lengths[:n], self._step.slots[:n]
 
     def _attend(self, n: int, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:

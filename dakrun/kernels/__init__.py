@@ -13,6 +13,7 @@ from dakrun.kernels.embed import embed
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.normalize_heads import HeadNorms, normalize_heads
 from dakrun.kernels.runtime.needs import Variant
+from dakrun.kernels.select_in_order import select_in_order
 from dakrun.kernels.select_token import (
     SAMPLING_WORDS,
     TokenMask,
@@ -43,6 +44,7 @@ __all__ = [
     "read_window",
     "reference",
     "sampling_words",
+    "select_in_order",
     "select_token",
     "store_kv",
     "unpack",

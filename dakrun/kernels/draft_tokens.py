@@ -22,7 +22,6 @@ from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.prompt import SPLIT_BLOCKS, SPLIT_ITEMS, PromptTile, PromptWork
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
-from dakrun.kernels.select_token import SAMPLING_WORDS
 from dakrun.units import ceil_div
 
 DRAFT, ACCEPT = "draft_tokens.cu", "accept_drafts.cu"
@@ -57,7 +56,7 @@ class Outcome(NamedTuple):
 class _DraftArgs(ctypes.Structure):
     _fields_ = (
         *operands.pointers("lengths", "slots", "text", "limits", "by_match", "proposals"),
-        *operands.pointers("sampling", "tables"),
+        *operands.pointers("tables"),
         *operands.pointers("tokens", "positions", "token_slots", "matches", "places", "tiles"),
         *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
         *operands.ints(
@@ -129,12 +128,12 @@ class DraftBuffers:
         self.matches = torch.zeros(rows, dtype=torch.int32, device=device)
         self.places = torch.zeros(rows * width, 3, dtype=torch.int64, device=device)
         self.width, self.shape, self.group = width, shape, group
-        self.splits = max(1, SPLIT_ITEMS // (rows * shape.kv_heads))
-        self.splits = max(1, min(self.splits, shape.blocks // SPLIT_BLOCKS))
+        tiles = [0, *(n * self.splits(n) for n in range(1, rows + 1))]
         # Rows of partial results, of each head; none of tiles with a single range.
-        partials = rows * self.splits * width * group * shape.kv_heads if self.splits > 1 else 0
+        split = max((n for rows, n in enumerate(tiles) if n > rows), default=0)
+        partials = split * width * group * shape.kv_heads
         self._tiles = torch.zeros(
-            rows * self.splits, len(PromptTile._fields), dtype=torch.int32, device=device
+            max(tiles), len(PromptTile._fields), dtype=torch.int32, device=device
         )
         self._partials = torch.empty(
             partials * (shape.head_dim + ATTENTION_PARTIAL_EXTRA), device=device
@@ -142,7 +141,15 @@ class DraftBuffers:
         self._arrivals = torch.zeros(
             rows * shape.kv_heads * WARPGROUPS, dtype=torch.int32, device=device
         )
-        self._counts = torch.arange(rows + 1, dtype=torch.int32, device=device) * self.splits
+        self._counts = torch.tensor(tiles, dtype=torch.int32, device=device)
+
+    def splits(self, rows: int) -> int:
+        """Ranges of KV blocks of a row, at most, in a step of so many rows.
+
+        Few rows are divided so that all SMs attend.
+        """
+        items = SPLIT_ITEMS // (rows * self.shape.kv_heads)
+        return max(1, min(items, self.shape.blocks // SPLIT_BLOCKS))
 
     def work(self, rows: int) -> PromptWork:
         """The work of prompt attention of the first `rows` rows."""
@@ -157,13 +164,11 @@ class DraftBuffers:
         lengths: torch.Tensor,
         slots: torch.Tensor,
         texts: SlotTexts,
-        sampling: torch.Tensor,
         tables: BlockTables,
     ) -> None:
         """Draft tokens of rows of `slots`, int32 [n], with `lengths` cached positions.
 
-        A row whose length is negative, or at its slot's end, gets no token. `sampling` is int32
-        [slots, SAMPLING_WORDS]: rows with a TokenMask or adjustments get no drafts.
+        A row whose length is negative, or at its slot's end, gets no token.
         Raises ValueError if an operand has the wrong shape, dtype or device.
         """
         n, count = len(lengths), len(texts.text)
@@ -176,7 +181,6 @@ class DraftBuffers:
                 "limits": (texts.limits, (count, len(SlotDrafts._fields)), torch.int32),
                 "by_match": (texts.by_match, (LONGEST_MATCH + 1,), torch.int32),
                 "proposals": (texts.proposals, (count, texts.proposals.shape[1]), torch.int32),
-                "sampling": (sampling, (count, SAMPLING_WORDS), torch.int32),
                 "tables": (tables.addresses, (count, tables.addresses.shape[1]), torch.int64),
             },
         )
@@ -188,7 +192,6 @@ class DraftBuffers:
             limits=texts.limits.data_ptr(),
             by_match=texts.by_match.data_ptr(),
             proposals=texts.proposals.data_ptr(),
-            sampling=sampling.data_ptr(),
             tables=tables.addresses.data_ptr(),
             tokens=self.tokens.data_ptr(),
             positions=self.positions.data_ptr(),
@@ -203,7 +206,7 @@ class DraftBuffers:
             table_blocks=tables.addresses.shape[1],
             proposal_size=texts.proposals.shape[1],
             width=self.width,
-            max_splits=self.splits,
+            max_splits=self.splits(n),
             split_blocks=SPLIT_BLOCKS,
             kv_heads=self.shape.kv_heads,
             group=self.group,

@@ -20,7 +20,7 @@ SOURCE = "select_token.cu"
 class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("logits", "tokens", "lengths", "slots", "log", "newest", "sampling"),
-        *operands.ints("vocabulary", "depth"),
+        *operands.ints("vocabulary", "depth", "adjusts"),
     )
 
 
@@ -83,6 +83,7 @@ def select_token(
     sampling: torch.Tensor | None = None,
     newest: torch.Tensor | None = None,
     *,
+    adjusts: bool = True,
     pdl: bool = False,
 ) -> torch.Tensor:
     """tokens [N] = argmax(logits [N, V]): the first of equal maxima; NaN is the largest.
@@ -96,8 +97,9 @@ def select_token(
     log[slot, length % depth], or NO_TOKEN if its largest logit is NaN or infinite, or NONE_ALLOWED;
     its length grows by 1. `newest`, int32 [slots] on the GPU, also gets the slots' tokens.
     Rows with a negative length, without a request, are left as they are. `slots` must be valid and
-    distinct; they are not checked, as they are on the device. With `pdl` the launch may start
-    before its predecessor ends.
+    distinct; they are not checked, as they are on the device. Without `adjusts`, rows with a
+    TokenMask or adjustments are left as they are, and `slots` need not be distinct (see
+    select_in_order). With `pdl` the launch may start before its predecessor ends.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     if logits.dtype not in operands.DTYPES or logits.dim() != 2 or not logits.numel():
@@ -136,6 +138,7 @@ def select_token(
         sampling=operands.address(sampling),
         vocabulary=vocabulary,
         depth=log.shape[1],
+        adjusts=adjusts,
     )
     kernel = jit.kernel(SOURCE, "select_token", operands.defines(logits.dtype))
     mask_bytes = 4 * mask_words(vocabulary) if sampling is not None else 0

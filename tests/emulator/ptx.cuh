@@ -255,6 +255,10 @@ inline int load_acquire_sys(const int* from) {
   return *static_cast<const volatile int*>(from);  // a thread of the test may write it
 }
 
+inline void store_release_sys(int* to, int value) {
+  *static_cast<volatile int*>(to) = value;  // a thread of the test may read it
+}
+
 inline uint32_t cluster_size() {
   return static_cast<uint32_t>(cta->cluster->ctas.size());
 }

@@ -1,0 +1,56 @@
+"""How far the requests in slots are, as the steps with drafts that have ended say.
+
+The host's side of native/accept_drafts.cu: it reads the logs that the GPU writes. Works on all rows
+of a step together. Knows rows and slots, no GPU.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dakrun.engine.step import Row, Sampling
+from dakrun.kernels.draft_tokens import Outcome
+
+Entries = np.ndarray  # int32 [slots, depth]: of the step that began at position p in p % depth
+
+
+class SlotProgress:
+    """The request and the cached positions of each slot, from logs of `tokens` and `outcomes`.
+
+    A token that is chosen behind position p is entry p % depth of `tokens`, the Outcome of a row
+    that began there that of `outcomes`.
+    """
+
+    def __init__(self, tokens: Entries, outcomes: Entries) -> None:
+        self._tokens, self._outcomes = tokens, outcomes
+        self._owners: list[Sampling | None] = [None] * len(tokens)
+        self.cached = np.zeros(len(tokens), dtype=np.int64)
+        self._ends = np.zeros(len(tokens), dtype=np.int64)
+
+    def begin(self, row: Row, cached: int) -> None:
+        """Let the slot of `row` be its request's, with `cached` positions."""
+        self._owners[row.slot] = row.sampling
+        self.cached[row.slot], self._ends[row.slot] = cached, end_of(row)
+
+    def take(self, rows: Sequence[Row]) -> tuple[list[list[int]], Outcome]:
+        """The tokens that a step has accepted for decode `rows`, and their outcomes, int32 [n] each.
+
+        A row has no tokens if its request was at its end, or if its slot is another request's now.
+        """
+        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
+        own = [self._owners[row.slot] is row.sampling for row in rows]
+        starts, depth = self.cached[slots], self._tokens.shape[1]
+        runs = np.array(own, dtype=bool) & (starts < self._ends[slots])
+        entries = self._outcomes[slots, starts % depth]
+        outcome = Outcome.of(np.where(runs, entries, 0))
+        self.cached[slots] = starts + outcome.accepted
+        most = int(outcome.accepted.max(initial=0))
+        places = (starts[:, None] + np.arange(most)) % depth
+        found = self._tokens[slots[:, None], places].tolist()
+        counts = outcome.accepted.tolist()
+        return [tokens[:count] for tokens, count in zip(found, counts, strict=True)], outcome
+
+
+def end_of(row: Row) -> int:
+    """Positions in the KV cache at the end of a row's request, at most: all but its last token."""
+    return len(row.sampling.history.prompt) + max(1, row.sampling.limit) - 1

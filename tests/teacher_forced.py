@@ -1,0 +1,82 @@
+"""Two runs of the same requests compared token by token on the same histories (teacher-forced)."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dakrun.engine.sampler import noise, request_seed
+from dakrun.requests import Completion, Request
+
+ROUNDS = 40  # restarts of a request, at most
+TOP = 20  # likeliest tokens whose log-probabilities tell scores
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two runs chose differently behind the same `history`.
+
+    `gap` is the difference of the two tokens' logits, with their noise, as the first run has them.
+    """
+
+    history: tuple[int, ...]
+    gap: float
+
+
+def divergences(
+    run: Callable[[Sequence[Request]], Mapping[str, Completion]],
+    requests: Sequence[Request],
+    found: Mapping[str, Completion],
+) -> tuple[int, list[Divergence]]:
+    """The positions that were compared, and where `run` chooses otherwise than in `found`.
+
+    Behind a token that differs, `run` goes on from the history of `found`. The requests ask for TOP
+    log-probabilities and have no penalties.
+    """
+    positions, differ, left = 0, list[Divergence](), list(requests)
+    done = dict.fromkeys((request.id for request in requests), 0)
+    for _ in range(ROUNDS):
+        if not left:
+            return positions, differ
+        again, results = list[Request](), run(left)
+        for request in left:
+            own, start = results[request.id], done[request.id]
+            wanted = found[request.id].token_ids[start:]
+            pairs = zip(own.token_ids, wanted, strict=True)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted))
+            positions += min(first + 1, len(wanted))
+            if first == len(wanted):
+                continue
+            history = (*request.prompt_ids, *wanted[:first])
+            differ.append(Divergence(history, _gap(request, own, first, wanted[first])))
+            rest = len(wanted) - first - 1
+            if rest:
+                done[request.id] = start + first + 1
+                params = replace(request.params, max_tokens=rest)
+                prompt = (*history, wanted[first])
+                again.append(replace(request, prompt_ids=prompt, params=params))
+        left = again
+    raise AssertionError(f"more than {ROUNDS} differences in a request")
+
+
+def _gap(request: Request, own: Completion, place: int, other: int) -> float:
+    """The score of the token chosen at `place` less that of `other`, in units of logits."""
+    assert own.logprobs is not None
+    entry = own.logprobs[place]
+    known = {one.token_id: one.logprob for one in (entry.chosen, *entry.top)}
+    token = own.token_ids[place]
+    if other not in known:
+        return math.inf
+    gap, params = known[token] - known[other], request.params
+    if params.temperature > 0:
+        seed = request_seed(params.seed, request.id)
+        drawn = noise(seed, len(request.prompt_ids) + place, 1 + max(token, other))
+        gap += params.temperature * float(drawn[token] - drawn[other])
+    return abs(gap)
+
+
+def unit_in_last_place(logits: torch.Tensor, dtype: torch.dtype) -> float:
+    """Of the larger of the two largest logits, which are float32 [V], in `dtype`."""
+    largest = float(logits.abs().topk(2).values[0])
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest))
