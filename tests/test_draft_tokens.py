@@ -57,7 +57,7 @@ class Case:
 
     def wanted(self, row: int) -> tuple[list[int], int]:
         """The tokens of a row, by definition, and the length of the match."""
-        slot, text = self.slots[row], self.tokens[self.slots[row]]
+        text = self.tokens[self.slots[row]]
         start, limits = len(text) - 1, self.limits[self.slots[row]]
         if row == 1 or start >= limits.end:
             return [], -1

@@ -33,7 +33,7 @@ class SlotProgress:
         self.cached[row.slot], self._ends[row.slot] = cached, end_of(row)
 
     def take(self, rows: Sequence[Row]) -> tuple[list[list[int]], Outcome]:
-        """The tokens that a step has accepted for decode `rows`, and their outcomes, int32 [n] each.
+        """The tokens that a step has accepted for decode `rows`; their outcomes, int32 [n] each.
 
         A row has no tokens if its request was at its end, or if its slot is another request's now.
         """
