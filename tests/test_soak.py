@@ -53,10 +53,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def good_rows() -> list[dict[str, Any]]:
+def good_rows(count: int = COUNT) -> list[dict[str, Any]]:
     """Text and token ids of 1 to 60 tokens, greedy and sampled, some with stop words."""
     chance, rows = random.Random(COUNT), []
-    for i in range(COUNT):
+    for i in range(count):
         row: dict[str, Any] = {"id": f"r{i}", "max_tokens": chance.randint(1, 24)}
         length = chance.randint(1, 60)
         if i % 2:
@@ -71,9 +71,11 @@ def good_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def load(path: Path, batch_size: int) -> LLM:
-    policy = Policy(offload_ratio=0.3, kv_offload_ratio=0.5)
-    return LLM(path, device="cpu", batch_size=batch_size, max_model_len=MAX_LEN, policy=policy)
+def load(path: Path, batch_size: int, speculate: str = "off") -> LLM:
+    return LLM(
+        path, device="cpu", batch_size=batch_size, max_model_len=MAX_LEN, speculate=speculate,
+        policy=Policy(offload_ratio=0.3, kv_offload_ratio=0.5),
+    )  # fmt: skip
 
 
 def complete(path: Path, source: Path, out: Path, requests: int) -> tuple[int, int]:
@@ -143,3 +145,32 @@ def test_many_rows_cut_off_and_resumed(
             assert not isinstance(alone, RowError)
             assert found[alone.id]["token_ids"] == list(alone.token_ids)
             assert found[alone.id]["text"] == alone.text
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.full)])
+def test_drafts_with_a_tenth_of_the_blocks(
+    path: Path, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 slots, whose requests take up to 80 blocks: the tokens of each request alone."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in good_rows(count)))
+
+    def run(llm: LLM) -> dict[str, tuple[Any, ...]]:
+        found = {}
+        with RequestReader(source, defaults=LIMITS) as reader:
+            rows = (row for row in reader.rows(llm.rules) if not isinstance(row, RowError))
+            for one in llm.stream(rows):
+                assert not isinstance(one, RowError)
+                found[one.id] = (one.token_ids, one.text, one.finish_reason)
+        cache = llm.engine.runner.cache
+        assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
+        return found
+
+    with load(path, 1) as llm:
+        wanted = run(llm)
+    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 20, 4), ("host", 20, 4)))
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    with load(path, 40, "suffix:5") as llm:
+        assert run(llm) == wanted and len(wanted) == count
+        stats = llm.engine.stats
+    assert stats.preempted > count / 10 and sum(stats.accepted_drafts.values()) > count / 10

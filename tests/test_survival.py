@@ -180,6 +180,25 @@ def test_ten_kills_change_nothing(
     assert read(out) == undisturbed
 
 
+def test_kills_of_a_run_with_drafts(
+    server: Server, source: Path, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """Other drafts after each: results are those of a run without."""
+    out = tmp_path / "out.jsonl"
+    for drafts, target in ((5, 20), (2, 70), (7, 130)):
+
+        def kill(pid: int, target: int = target) -> None:
+            wait_for_rows(out, target, alive(pid))
+            os.kill(pid, signal.SIGKILL)
+
+        command = arguments(source, out, "--resume", "--speculate", f"suffix:{drafts}")
+        assert server.run(command, meanwhile=kill)[0] == -signal.SIGKILL
+    assert out.read_bytes().count(b"\n") < COUNT
+    code, said = server.run(arguments(source, out, "--resume", "--speculate", "suffix"))
+    assert code == 0 and "tokens a step and row" in said, said
+    assert read(out) == undisturbed
+
+
 def test_kills_of_a_packed_and_ordered_run(
     server: Server, source: Path, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
