@@ -155,6 +155,7 @@ class Engine:
     def _admit_waiting(self, source: Iterator[Request | None]) -> Generator[RowError, None, bool]:
         """Give slots to waiting requests while there is room, first to those that were preempted.
 
+        Their prompts, or their saved blocks, follow.
         Yields the errors of those for which the KV cache is too small. Returns whether none waits:
         none was there when `source` was asked, or it is exhausted.
         """
@@ -168,24 +169,17 @@ class Engine:
                 if not isinstance(request, Request):
                     return True
                 r = self.answers.begin(request)
-            if self._admit(r):
-                continue
-            if self.admission.blocked:
+            if self.admission.admit(r, self._running, self._beginning()):
+                if r.saved is None:
+                    self.prompts.requests.append(r)
+                else:
+                    self.preemption.swap_in(r)
+            elif self.admission.blocked:
                 queue.appendleft(r)
             else:
                 self.preemption.free_copies(r)
                 yield too_long(r.request, r.limit, self.admission.most_positions)
         return self._exhausted and not queue
-
-    def _admit(self, r: RequestState) -> bool:
-        """Give `r` a slot if there is room; its prompt, or its saved blocks, will follow."""
-        if not self.admission.admit(r, self._running, self._beginning()):
-            return False
-        if r.saved is None:
-            self.prompts.requests.append(r)
-        else:
-            self.preemption.swap_in(r)
-        return True
 
     def _beginning(self) -> list[RequestState]:
         """The requests in slots that do not run yet."""
