@@ -16,7 +16,8 @@ from dakrun.kernels import gemm, reference, variants
 from dakrun.kernels.attention import KVShape
 from dakrun.memory.matrix import TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import allocate_tiers
-from dakrun.models.modules import Linear, Scope
+from dakrun.models.modules import Linear
+from dakrun.models.operands import Scope
 from dakrun.plan.ops import matrix_op
 from dakrun.units import ceil_div
 

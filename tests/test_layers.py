@@ -51,8 +51,8 @@ LIGHT_MODULES = {
         for name in (
             *("__init__", "decoder", "experts", "families", "files", "glm4_moe", "hf_config"),
             *("hf_fields", "hf_mixture", "hf_rope", "hub", "known", "known_mixtures", "llama"),
-            *("mixtral", "modules", "olmoe", "opt", "phi3", "popularity", "quantization"),
-            *("qwen3", "qwen3_moe"),
+            *("mixtral", "modules", "olmoe", "operands", "opt", "phi3", "popularity"),
+            *("quantization", "qwen3", "qwen3_moe"),
         )
     ),
 }

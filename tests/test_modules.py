@@ -24,7 +24,7 @@ from dakrun.models import (
     known_model,
 )
 from dakrun.models.llama import gated, llama
-from dakrun.models.modules import HeadOrder
+from dakrun.models.operands import HeadOrder
 from dakrun.plan import Policy
 
 NAME = "llama-gqa3-tied"

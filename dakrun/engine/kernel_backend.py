@@ -25,7 +25,8 @@ from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
 from dakrun.models.experts import Experts, Router, routers
 from dakrun.models.functional import rope_table
-from dakrun.models.modules import Attention, Embedding, Linear, Norm, Operand
+from dakrun.models.modules import Attention, Embedding, Linear, Norm
+from dakrun.models.operands import Operand
 from dakrun.weights.loading import Weights
 
 

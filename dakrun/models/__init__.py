@@ -1,11 +1,12 @@
 """Models: config.json and names, families as layers of modules, and the one forward pass.
 
-modules.py has the modules that planner, loader and runners walk, decoder.py layers of them and the
-forward pass over a backend, experts.py a feed-forward of experts; a family (opt.py, llama.py and
-others, listed in families.py) puts a model together. hub.py, files.py and hf_config.py find and
-read a model's folder (hf_fields.py, hf_mixture.py and hf_rope.py have parts of its config.json),
-known.py has the sizes of well-known models, popularity.py the files that say how often experts are
-chosen. Only functional.py, norms and rotary positions, needs torch.
+modules.py has the modules that planner, loader and runners walk, operands.py the tensors of a
+checkpoint that each is made of, decoder.py layers of modules and the forward pass over a backend,
+experts.py a feed-forward of experts; a family (opt.py, llama.py and others, listed in families.py)
+puts a model together. hub.py, files.py and hf_config.py find and read a model's folder
+(hf_fields.py, hf_mixture.py and hf_rope.py have parts of its config.json), known.py has the sizes
+of well-known models, popularity.py the files that say how often experts are chosen. Only
+functional.py, norms and rotary positions, needs torch.
 """
 
 from dakrun.models.decoder import Backend, Decoder
@@ -14,7 +15,8 @@ from dakrun.models.files import read_json_object, stored_dtype
 from dakrun.models.hf_config import parse_model_config, read_model_config
 from dakrun.models.hub import model_config, model_directory, tokenizer_directory
 from dakrun.models.known import hub_id, known_model, known_names
-from dakrun.models.modules import Linear, Matrix, Module, Norm, Operand, Scope, Source
+from dakrun.models.modules import Linear, Matrix, Module, Norm
+from dakrun.models.operands import Operand, Scope, Source
 
 __all__ = [
     "Backend",

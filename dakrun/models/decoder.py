@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from dakrun.config import ModelConfig
 from dakrun.formats import WeightFormat
-from dakrun.models.modules import Attention, Embedding, Linear, Matrix, Module, Operand
+from dakrun.models.modules import Attention, Embedding, Linear, Matrix, Module
+from dakrun.models.operands import Operand
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dakrun.config import MixtureConfig, Routing
 from dakrun.models.decoder import MLP, Backend, Decoder
-from dakrun.models.modules import Matrix, Module, Norm, Operand, Scope, Source
+from dakrun.models.modules import Matrix, Module, Norm
+from dakrun.models.operands import Operand, Scope, Source
 
 if TYPE_CHECKING:
     import torch

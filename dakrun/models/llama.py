@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dakrun.config import ModelConfig
 from dakrun.models.decoder import MLP, Decoder, FeedForward, Layer
-from dakrun.models.modules import Attention, Embedding, HeadOrder, Linear, Norm, Scope, vocabulary
+from dakrun.models.modules import Attention, Embedding, Linear, Norm, vocabulary
+from dakrun.models.operands import HeadOrder, Scope
 
 
 def gated(c: ModelConfig, at: Scope, modules: Mapping[str, int] | None = None) -> MLP:

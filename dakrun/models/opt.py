@@ -5,7 +5,8 @@ Only OPT-350m has norms behind its matrices, and word embeddings narrower than h
 
 from dakrun.config import ModelConfig
 from dakrun.models.decoder import MLP, Decoder, Layer
-from dakrun.models.modules import Attention, Embedding, Linear, Norm, Operand, Scope, vocabulary
+from dakrun.models.modules import Attention, Embedding, Linear, Norm, vocabulary
+from dakrun.models.operands import Operand, Scope
 
 OFFSET = 2  # unused rows at the beginning of the table of positions
 

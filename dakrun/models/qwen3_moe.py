@@ -4,7 +4,8 @@ from dakrun.config import ModelConfig
 from dakrun.models.decoder import MLP, Decoder, FeedForward
 from dakrun.models.experts import Experts, Mixture, Router
 from dakrun.models.llama import gated, llama
-from dakrun.models.modules import Linear, Norm, Scope
+from dakrun.models.modules import Linear, Norm
+from dakrun.models.operands import Scope
 
 
 def qwen3_moe(c: ModelConfig) -> Decoder:

@@ -16,7 +16,8 @@ from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.launches import expert_buffer_bytes
 from dakrun.models.experts import Experts
 from dakrun.models.families import decoder_of
-from dakrun.models.modules import Linear, Matrix, Scope
+from dakrun.models.modules import Linear, Matrix
+from dakrun.models.operands import Scope
 from dakrun.units import ceil_div
 
 BYTES_PER_ADJUSTED = 16  # of a token with a logit of its own: token, count, bias, logit

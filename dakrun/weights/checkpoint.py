@@ -16,7 +16,7 @@ from dakrun.errors import CannotRun
 from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header, safetensors_files
 from dakrun.models.folders import GGUF_HINT, first
-from dakrun.models.modules import Operand, Request, Source
+from dakrun.models.operands import Operand, Request, Source
 from dakrun.weights.parts import Decoded, check_parts, parts_of, stream_decoded
 from dakrun.weights.streaming import Extent, read
 

@@ -10,7 +10,7 @@ import torch
 
 from dakrun.models.decoder import Decoder
 from dakrun.models.experts import routers
-from dakrun.models.modules import Request, Source
+from dakrun.models.operands import Request, Source
 from dakrun.units import ceil_div
 from dakrun.weights.parts import Decoded
 from dakrun.weights.random_routers import router_bias

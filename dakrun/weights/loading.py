@@ -25,7 +25,8 @@ from dakrun.memory.tiers import Tier, aligned
 from dakrun.models.decoder import Decoder
 from dakrun.models.experts import Experts
 from dakrun.models.families import decoder_of
-from dakrun.models.modules import Matrix, Norm, Request, Source
+from dakrun.models.modules import Matrix, Norm
+from dakrun.models.operands import Request, Source
 from dakrun.plan import Plan
 from dakrun.weights.parts import Decoded
 from dakrun.weights.streaming import reader_count

@@ -12,7 +12,7 @@ import torch
 from dakrun.errors import CannotRun
 from dakrun.formats import Malformed
 from dakrun.formats.stored import SCALE_DTYPES, SCALES, Part
-from dakrun.models.modules import Request, Source
+from dakrun.models.operands import Request, Source
 from dakrun.weights.streaming import Extent, stream
 
 Decoded = tuple[torch.Tensor, ...]  # rows [R, K]; of a quantized weight what its layout writes
