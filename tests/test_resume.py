@@ -52,7 +52,10 @@ def test_a_line_inserted_at_the_top_is_refused_or_run(packed: bool) -> None:
     assert "--changed" in hint and "--force" in hint
     again = run("--resume", "--changed")
     assert again.exit_code == 0, again.output
-    assert "2 rows of the input changed since the last run: they are run again" in again.stderr
+    assert (
+        "2 rows of the input changed since the results were written: they are run again"
+        in again.stderr
+    )
     assert texts() == {
         "line-1": texts()["line-1"],
         "line-2": first["line-1"],

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.interrupt import defer_signals
-from dakrun.ray.part_digests import compare, part_digests
 from dakrun.ray.part_files import give_optional, ids_of
 from dakrun.requests import IdSet, InputRow
 from dakrun.requests.arrow import arrow_row, result_table, well_formed
@@ -36,7 +35,8 @@ from dakrun.requests.written_rows import WrittenRows
 PartFormat = Literal["jsonl", "parquet"]
 ROWS_PER_PART = 10_000
 _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|parquet)")
-_HIDDEN, _LOCK, _RUN = ".rows.jsonl", ".lock", "_run.json"  # names that Parquet readers skip
+# Names that Parquet readers skip.
+_HIDDEN, _LOCK, _RUN, _DIGESTS = ".rows.jsonl", ".lock", "_run.json", ".digests"
 _OLD_RUN = "run.json"  # of older versions
 
 
@@ -48,7 +48,7 @@ class ResultParts:
     other runs. With `overwrite` it removes the parts; with `resume` it reads which ids are done,
     errors included, of which `failed_before` counts the errors.
 
-    Digests of the rows lie beside them (part_digests.py).
+    Digests of the rows lie beside them, in .digests (requests/row_digests.py).
 
     folder/_run.json is the run's fingerprint (fingerprint.py). All Parquet parts have one schema. A
     write that fails raises CannotRun.
@@ -118,9 +118,16 @@ class ResultParts:
         paths = [*self._parts().values(), *([self._hidden] if self._hidden.exists() else [])]
         written = (row_id for path in paths for row_id, _ in ids_of(path))
         try:
-            return compare(self.folder, written, rows, force=self._force)
+            comparison = RowDigests(self.folder / _DIGESTS).compare(written, rows)
         except OSError as problem:
             raise self._failure(problem) from problem
+        return comparison.notes(
+            self.folder,
+            changed=False,
+            force=self._force,
+            hint="--resume --force keeps the old results; give -o another folder, or --overwrite, "
+            "to run all rows again",
+        )
 
     def __enter__(self) -> "ResultParts":
         try:
@@ -136,7 +143,7 @@ class ResultParts:
                 write_fingerprint(self._fingerprint, self.folder / _RUN)
                 _remove_old_fingerprint(self.folder / _OLD_RUN)
             self._file = OutputFile(str(self._hidden))
-            self._digests = part_digests(self.folder)
+            self._digests = RowDigests(self.folder / _DIGESTS)
             self._digests.begin(afresh=not self._resume)
         except BaseException as problem:
             self._close()

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dakrun.errors import UsageError
 from dakrun.requests.request import id_hash
+from dakrun.units import counted
 
 _RECORD_BYTES = 16
 _CHUNK = 65_536  # rows compared at a time
+_CHANGED = "of the input changed since the results were written"
 
 
 class InputRow(NamedTuple):
@@ -41,6 +44,37 @@ class Comparison(NamedTuple):
     first: InputRow | None
     unknown: int
     lacking: int
+
+    def notes(self, output: str | Path, *, changed: bool, force: bool, hint: str) -> list[str]:
+        """What people should know before a run resumes `output`.
+
+        Changed rows are run again with `changed`, and keep the old results with `force`. Raises
+        UsageError, with the `hint`, if there are any without either.
+        """
+        notes = []
+        if self.first is not None:
+            if not (changed or force):
+                raise rows_changed(output, self.changed, self.first, hint)
+            what = "are run again" if changed else "keep the results of the old ones (--force)"
+            notes.append(f"{counted(self.changed, 'row')} {_CHANGED}: they {what}")
+        if self.lacking:
+            rows = counted(self.lacking, "row")
+            notes.append(f"{rows} of the output are not in the input: they stay")
+        if self.unknown:
+            notes.append(
+                f"{counted(self.unknown, 'row')} of the output are taken as results of this "
+                "input: it is not known which prompts they are of"
+            )
+        return notes
+
+
+def rows_changed(output: str | Path, count: int, first: InputRow, hint: str) -> UsageError:
+    """The error for `count` rows of the input that are not those that their results are of."""
+    return UsageError(
+        f"{output}: {counted(count, 'row')} {_CHANGED}, the first with id {first.id!r} in line "
+        f"{first.line}",
+        hint=hint,
+    )
 
 
 def json_digest(row: dict[str, Any], id_field: str) -> int:

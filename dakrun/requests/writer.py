@@ -28,9 +28,10 @@ from dakrun.requests.fingerprint import (
 from dakrun.requests.gzip_files import pack
 from dakrun.requests.input_order import InputOrder, put_in_order
 from dakrun.requests.request import Completion, IdSet, RowError, id_hash
-from dakrun.requests.row_digests import InputRow, RowDigests, digests_path
+from dakrun.requests.row_digests import InputRow, RowDigests, digests_path, rows_changed
 from dakrun.requests.written_rows import WrittenRows
 
+_CHANGED_HINT = "--resume --changed runs changed rows again, --resume --force keeps the old results"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -155,27 +156,9 @@ class ResultWriter:
         written = (
             row.id for row in WrittenRows(self._name) if not (row.failed and self._retry_failed)
         )
-        comparison = digests.compare(written, rows)
-        notes = []
-        if comparison.first is not None:
-            if not (self._changed or self._force):
-                raise _changed(self._name, comparison.changed, comparison.first)
-            what = (
-                "are run again" if self._changed else "keep the results of the old ones (--force)"
-            )
-            notes.append(
-                f"{_rows(comparison.changed)} of the input changed since the last run: they {what}"
-            )
-        if comparison.lacking:
-            notes.append(
-                f"{_rows(comparison.lacking)} of the output are not in the input: they stay"
-            )
-        if comparison.unknown:
-            notes.append(
-                f"{_rows(comparison.unknown)} of the output are taken as results of this input: it "
-                "is not known which prompts they are of"
-            )
-        return notes
+        return digests.compare(written, rows).notes(
+            self._name, changed=self._changed, force=self._force, hint=_CHANGED_HINT
+        )
 
     def expect(self, request_id: str, line: int) -> None:
         """Note the line of a row in the input, for --ordered."""
@@ -222,7 +205,7 @@ class ResultWriter:
         if row is None or known in (None, row.digest) or self._force:
             return True
         if not self._changed:
-            raise _changed(self._name, 1, row)
+            raise rows_changed(self._name, 1, row, _CHANGED_HINT)
         self._replaced = True
         self.rows -= 1
         return False
@@ -336,19 +319,6 @@ class ResultWriter:
         else:
             hint = f"finished rows are kept: make the output writable; {self.resume_hint}"
         return CannotRun(f"{self.name}: cannot be written ({problem.strerror})", hint=hint)
-
-
-def _rows(count: int) -> str:
-    return f"{count} row" if count == 1 else f"{count} rows"
-
-
-def _changed(name: str, count: int, first: InputRow) -> UsageError:
-    """The error for rows of the input that are not those that their results are of."""
-    return UsageError(
-        f"{name}: {_rows(count)} of the input changed since the results were written, the first "
-        f"with id {first.id!r} in line {first.line}",
-        hint="--resume --changed runs changed rows again, --resume --force keeps the old results",
-    )
 
 
 def result_line(result: Completion | RowError) -> bytes:
