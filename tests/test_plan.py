@@ -17,11 +17,13 @@ from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import HardwareProfile, load_profile
 from dakrun.plan import (
     RESERVE_BYTES,
+    Plan,
     Policy,
     choose_batch_size,
     compute_time,
     decode_ops,
     make_plan,
+    predict_prefill,
     run_bound,
 )
 from dakrun.plan.batch_size import MAX_BATCH_SIZE, batch_candidates
@@ -207,6 +209,11 @@ def test_the_largest_batch_where_there_is_room() -> None:
     assert limited.batch_size == 512
 
 
+def seconds(plan: Plan) -> float:
+    """Predicted seconds of a batch: its prefill and its decode steps."""
+    return plan.workload.new_tokens * plan.predicted_s + predict_prefill(plan).predicted_s
+
+
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-7b", "opt-6.7b"])
 @pytest.mark.parametrize("ratio", [0.002, 0.01, 0.03, 0.2])
 def test_a_free_transport_is_as_fast_as_either(name: str, ratio: float) -> None:
@@ -215,10 +222,6 @@ def test_a_free_transport_is_as_fast_as_either(name: str, ratio: float) -> None:
         make_plan(model, work(8, 32, 32), profile, Policy(offload_ratio=ratio, transport=way))
         for way in (None, "direct", "staged")
     )
-
-    def seconds(plan: Plan) -> float:
-        return plan.workload.new_tokens * plan.predicted_s + predict_prefill(plan).predicted_s
-
     assert seconds(free) <= min(seconds(direct), seconds(staged)) * (1 + 1e-4)
 
 
@@ -242,10 +245,6 @@ def test_buffers_are_taken_where_they_pay(budget: int) -> None:
         make_plan(model, work(8, 32, 32), profile, Policy(hbm_budget=budget * GIB, transport=way))
         for way in (None, "direct", "staged")
     )
-
-    def seconds(plan: Plan) -> float:
-        return plan.workload.new_tokens * plan.predicted_s + predict_prefill(plan).predicted_s
-
     assert seconds(free) <= min(seconds(direct), seconds(staged)) * (1 + 1e-4)
 
 

@@ -1,7 +1,8 @@
 """Plans of known models on shipped profiles against recorded predictions.
 
 plan_corpus.json holds a row per plan: the problem, and the predicted seconds of a decode step and
-of a batch's prefill, or the error. A faster plan passes; recorded anew, it stays as fast.
+of a batch's prefill, or the error. Compared is the time of a batch, its prefill and all of its
+decode steps. A faster plan passes; recorded anew, it stays as fast.
 """
 
 import json
@@ -48,9 +49,9 @@ def test_the_corpus_has_all_kinds_of_problems() -> None:
 
 
 def check(plan: Plan, row: dict[str, Any]) -> None:
-    """Predicted times at most TOLERANCE above the recorded ones, budgets kept, all units placed."""
-    assert plan.predicted_s <= row["step_s"] * (1 + TOLERANCE)
-    assert predict_prefill(plan).predicted_s <= row["ttft_s"] * (1 + TOLERANCE)
+    """A time at most TOLERANCE above the recorded one, budgets kept, all units placed."""
+    seconds = row["new_tokens"] * plan.predicted_s + predict_prefill(plan).predicted_s
+    assert seconds <= (row["new_tokens"] * row["step_s"] + row["ttft_s"]) * (1 + TOLERANCE)
     for tier, budget in enumerate(plan.budgets):
         assert sum(plan.memory(tier).values()) <= budget
     for op in plan.ops:
@@ -73,7 +74,7 @@ def test_what_is_slower_or_over_budget_fails() -> None:
     check(plan, {**row, "step_s": 1.5 * row["step_s"], "ttft_s": 1.5 * row["ttft_s"]})
     for time in ("step_s", "ttft_s"):
         with pytest.raises(AssertionError):
-            check(plan, {**row, time: 0.98 * row[time]})
+            check(plan, {**row, time: 0.9 * row[time]})
     for tier, held in enumerate(sum(plan.memory(t).values()) for t in range(len(plan.budgets))):
         budgets = list(plan.budgets)
         budgets[tier] = held - 1

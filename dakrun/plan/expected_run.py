@@ -96,7 +96,11 @@ class ExpectedRun:
 
     def _mean(self, tokens: Callable[[RowTokens], float]) -> float:
         seen = self._choices_seen
-        return sum(tokens(row) * row.choices for row in self.rows if row.choices) / seen if seen else 0.0
+        return (
+            sum(tokens(row) * row.choices for row in self.rows if row.choices) / seen
+            if seen
+            else 0.0
+        )
 
     def _choices(self, every: int) -> Iterator[RequestLengths]:
         """Every so many-th of all choices of the rows, from the first on."""

@@ -76,7 +76,8 @@ class Curve:
 
     def time(self, x: float) -> float:
         """Seconds of a decode step and of the prompts that it carries, at offload ratio `x`."""
-        return self.decode_time(x) + max((l + (r - l) * x for l, r in self.prompts), default=0.0)
+        passes = (start + (end - start) * x for start, end in self.prompts)
+        return self.decode_time(x) + max(passes, default=0.0)
 
     def decode_time(self, x: float) -> float:
         """Seconds of a decode step, T(x)."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dakrun.plan.prompt_pass import WORK, PassTimes
-from dakrun.plan.roofline import Line, bound_time
+from dakrun.plan.roofline import Line
 
 _TOLERANCE = 1e-10
 Matrix = npt.NDArray[np.float64]
@@ -60,49 +60,65 @@ def best_ratios(
     total = sum(op.resident for op in ops)
     if total == 0 or min(capacities) < 0:
         return None
-    # The columns: ratios; seconds above its floor of each op in a step and of its work in passes,
-    # if it depends on ratios; seconds of passes above the least.
-    in_passes = [i for i, op in enumerate(ops) if any(by for _, by in op.prompts.work)]
+    # The columns: ratios; times of each op above its floor, in steps and in passes, in units in
+    # which they are about 1; time of passes above the least, if they may wait for copies.
+    copies = sorted({name for op in ops for name in op.prompts.copies})
     step = range(blocks * tiers, blocks * tiers + len(ops))
-    passes = dict(zip(in_passes, range(step.stop, step.stop + len(in_passes)), strict=True))
-    whole_pass = step.stop + len(passes)
-    width = whole_pass + 1
-    scale = max(bound_time(op.lines, [1.0] + [0.0] * (tiers - 1)) for op in ops)
+    work = range(step.stop, step.stop + len(ops))
+    whole_pass = work.stop
+    width = whole_pass + bool(copies)
     rows: list[Matrix] = []
     limits: list[float] = []
+    cost = np.zeros(width)
 
     def add(
         of: Mapping[int, Mapping[int, float]], seconds: Mapping[int, float], limit: float,
-        *, by_reads: bool = False,
+        unit: float, *, by_reads: bool = False,
     ) -> None:  # fmt: skip
         """Keep ratios times the seconds `of` each op, and columns of `seconds`, below `limit`."""
         row = np.zeros(width)
         for part, (i, held, read) in enumerate(parts):
             for tier, k in of[i].items() if i in of else ():
                 column = (0 if uniform else part) * tiers + tier
-                row[column] += (read if by_reads else held) * k / scale
-        for column, factor in seconds.items():
-            row[column] = factor
-        if limit < -1e-12 * scale:
+                row[column] += (read if by_reads else held) * k / unit
+        for column, value in seconds.items():
+            row[column] = value / unit
+        if limit < -1e-12 * unit:
             raise ValueError("expected every line's constant to be at most the op's floor")
         rows.append(row)
-        limits.append(max(0.0, limit) / scale)
+        limits.append(max(0.0, limit) / unit)
 
+    def longest(lines: Sequence[Line]) -> float:
+        return max((k for _, by in lines for k in by.values()), default=0.0)
+
+    passes: dict[int, float] = {}  # seconds by column
     for i, op in enumerate(ops):
-        for constant, by in op.lines:
+        cost[step[i]] = unit = longest(op.lines)
+        for constant, by in op.lines if unit else ():
             if by:
-                add({i: by}, {step[i]: -1.0}, _floor(op.lines) - constant, by_reads=True)
-        for constant, by in op.prompts.work:
+                limit = _floor(op.lines) - constant
+                add({i: by}, {step[i]: -unit}, limit, unit, by_reads=True)
+        passes[work[i]] = unit = longest(op.prompts.work)
+        for constant, by in op.prompts.work if unit else ():
             if by:
-                add({i: by}, {passes[i]: -1.0}, _floor(op.prompts.work) - constant)
-    waits = dict(elsewhere or {})
-    waits[WORK] = waits.get(WORK, 0.0) + sum(_floor(op.prompts.work) for op in ops)
-    least = max(waits.values())
-    add({}, {whole_pass: -1.0} | dict.fromkeys(passes.values(), 1.0), least - waits[WORK])
-    for name in sorted({name for op in ops for name in op.prompts.copies}):
-        copied = {i: op.prompts.copies[name][1] for i, op in enumerate(ops)
-                  if name in op.prompts.copies}  # fmt: skip
-        add(copied, {whole_pass: -1.0}, least - waits.get(name, 0.0))
+                add({i: by}, {work[i]: -unit}, _floor(op.prompts.work) - constant, unit)
+    if copies:
+        waits = dict(elsewhere or {})
+        waits[WORK] = waits.get(WORK, 0.0) + sum(_floor(op.prompts.work) for op in ops)
+        least = max(waits.values())
+        copied = {
+            name: {i: op.prompts.copies[name][1] for i, op in enumerate(ops)
+                   if name in op.prompts.copies} for name in copies
+        }  # fmt: skip
+        unit = max(*passes.values(), *(k for of in copied.values() for by in of.values()
+                                       for k in by.values()))  # fmt: skip
+        add({}, passes | {whole_pass: -unit}, least - waits[WORK], unit)
+        for name, of in copied.items():
+            add(of, {whole_pass: -unit}, least - waits.get(name, 0.0), unit)
+        passes = {whole_pass: unit}
+    for column, seconds in passes.items():
+        cost[column] = seconds
+    cost /= cost.max()
     for tier, capacity in enumerate(capacities):
         row = np.zeros(width)
         for part, (i, share, _) in enumerate(parts):
@@ -116,8 +132,6 @@ def best_ratios(
     if remote_bytes is not None:
         whole = np.vstack([whole, rows[-tiers]])
         sums = np.append(sums, 1 - min(remote_bytes / total, 1.0))
-    cost = np.zeros(width)
-    cost[[*step, whole_pass]] = 1.0
     x = minimise(cost, (np.array(rows), np.array(limits)), (whole, sums))
     if x is None:
         return None

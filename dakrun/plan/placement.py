@@ -52,17 +52,17 @@ def ideal_ratios(
         best = best_uniform_total(curves) if uniform else best_total(curves)
         auto = min(max(best, required), limit, resident)
         choose = uniform_ratios if uniform else greedy_ratios
-        ratios = [(1 - x, x) for x in choose(curves, auto if remote is None else remote)]
+        alone: list[tuple[float, ...]] = [
+            (1 - x, x) for x in choose(curves, auto if remote is None else remote)
+        ]
         names = (op.name for op in ops)
-        waits = passes.seconds([*zip(names, ratios, strict=True), *placed.items()])
+        waits = passes.seconds([*zip(names, alone, strict=True), *placed.items()])
         if waits[limiting] >= max(waits.values()) * (1 - SAME_TIME):
-            return ratios
+            return alone
     from dakrun.plan.linear_program import OpLines, best_ratios  # imports numpy, which is slow
 
     bounds = [
-        OpLines(
-            op.layers * op.resident_bytes, problem.lines(op), op.classes, passes.times[op.name]
-        )
+        OpLines(op.layers * op.resident_bytes, problem.lines(op), op.classes, passes.times[op.name])
         for op in ops
     ]
     free = (resident, *caps[1:]) if remote is not None else caps

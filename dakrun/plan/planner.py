@@ -20,8 +20,9 @@ from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.placement import all_local, place, slot_candidates
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
 from dakrun.plan.policy import Policy, Strategy, Transport
-from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, with_prefill
+from dakrun.plan.prefill import with_prefill
 from dakrun.plan.problem import Problem
+from dakrun.plan.prompt_pass import PREFILL_LAUNCH_ROWS
 
 Key = TypeVar("Key")
 
@@ -39,11 +40,14 @@ def make_plan(
     policy: Policy,
     *,
     thorough: bool = True,
+    prompts: bool = True,
     run: ExpectedRun | None = None,
     max_decode_step: float | None = None,
 ) -> Plan:
     """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
+    Least is the time of a decode step and of the prompt passes that it carries in `workload`;
+    without `prompts`, of the step alone.
     If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
     percent slower where HBM is full.
@@ -63,7 +67,7 @@ def make_plan(
             hint=f"use --max-model-len {model.max_positions} or less",
         )
     costs = StepCosts(model, workload, profile, policy.remote_tiers(profile))
-    problem = Problem.of(costs, policy)
+    problem = Problem.of(costs, policy, prompts=prompts)
     plan = _planned(problem, thorough)
     if run is None or plan.ratio == 0 or plan.prefill.transport == "staged":
         return plan

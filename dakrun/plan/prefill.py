@@ -9,16 +9,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dakrun.config import DTYPE_BYTES
-from dakrun.geometry import TILED_MAX_ROWS
-from dakrun.hardware import LOCAL
 from dakrun.plan.ops import Op, activation_bytes
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
 from dakrun.plan.policy import Transport
-from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
+from dakrun.plan.prompt_pass import (
+    PREFILL_LAUNCH_ROWS,
+    attention_part,
+    matrix_lines,
+    rows_seconds,
+)
+from dakrun.plan.roofline import Links, bound_time, compute_time, line_time, op_cost
 from dakrun.units import ceil_div
 
-PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 
@@ -255,37 +257,24 @@ class _Pass:
         if one.category == "linear" and not staged and ratios[0] < 1:
             reads = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
         compute = compute_time(one, self._plan.profile, self._plan.model.dtype)
-        lines = self._links.lines(reads * one.read_bytes, compute, staged=staged)
-        seconds = {name: line_time(line, ratios) for name, line in lines.items()}
-        if staged:
-            for name in seconds.keys() - {COMPUTE, LOCAL}:
-                self._copies_s[name] += layers * seconds.pop(name)
-        self._launch(one, max(seconds.values()), layers)
+        work, copies = matrix_lines(one, self._links, compute, staged=staged, reads=reads)
+        for name, line in copies.items():
+            self._copies_s[name] += layers * line_time(line, ratios)
+        self._launch(one, bound_time(work, ratios), layers)
 
     def _add_attention(self, op: Op, tier: int, start: int, length: int, count: int) -> None:
         """Causal attention of `length` tokens of a slot with `start` cached positions."""
-        model, name = self._plan.model, self._plan.tiers[tier]
-        position = model.kv_layout.position_bytes
-        pairs = length * start + length * (length + 1) / 2
-        one = replace(op, batch_size=length, units=1, flops=4.0 * model.q_size * pairs)
-        compute = compute_time(one, self._plan.profile, model.dtype)
-        read = position * start / self._links.direct[name]
-        self._launch(one, max(compute, read, position * length / self._links.direct[LOCAL]), count)
+        plan, name, span = self._plan, self._plan.tiers[tier], range(start, start + length)
+        one, work, out = attention_part(op, plan.model, plan.profile, self._links, name, span)
+        self._launch(one, work, count)
         if tier:
-            out = position * length / self._links.staged[name]
             self._copies_s[f"to {name}"] += count * out
 
     def _add_rows(self, rows: int) -> None:
-        """Reads and writes of `rows` rows in HBM besides those of products.
-
-        They are two norms, attention's inputs and outputs, and the cache's new keys and values.
-        """
-        model, profile = self._plan.model, self._plan.profile
-        width = 4 * model.hidden_size + 4 * model.q_size + 6 * model.kv_size
-        size = DTYPE_BYTES[model.dtype] * rows * width * model.num_layers
-        seconds = size / self._links.direct[LOCAL]
+        """Rows in HBM besides those of products."""
+        seconds = rows_seconds(self._plan.model, self._links, rows)
         self._bound_s += seconds
-        self._predicted_s += seconds / profile.linear.at(rows)[1]
+        self._predicted_s += seconds / self._plan.profile.linear.at(rows)[1]
 
     def _launch(self, one: Op, bound: float, count: int) -> None:
         """`count` launches of an op with a bound of `bound` seconds."""

@@ -28,7 +28,8 @@ class Problem:
 
     `strategy` and `transport` are the policy's, or one of the choices that it leaves open.
     `staging` bytes of the local tier are reserved for staging buffers, and the activations of
-    passes of `prefill`. Raises CannotRun if the budgets are too small.
+    passes of `prefill`. `carries_prompts` if the prompts of a step count. Raises CannotRun if the
+    budgets are too small.
     """
 
     costs: StepCosts
@@ -37,6 +38,7 @@ class Problem:
     transport: Transport | None
     staging: int = 0
     prefill: PrefillPlan = field(default_factory=PrefillPlan)
+    carries_prompts: bool = True
 
     def __post_init__(self) -> None:
         if self.caps[0] < 0:
@@ -51,9 +53,15 @@ class Problem:
             raise self.too_small(short)
 
     @classmethod
-    def of(cls, costs: StepCosts, policy: Policy) -> "Problem":
+    def of(cls, costs: StepCosts, policy: Policy, *, prompts: bool = True) -> "Problem":
         """The problem with the strategy and transport of `policy`."""
-        return cls(costs=costs, policy=policy, strategy=policy.strategy, transport=policy.transport)
+        return cls(
+            costs=costs,
+            policy=policy,
+            strategy=policy.strategy,
+            transport=policy.transport,
+            carries_prompts=prompts,
+        )
 
     def over(self, tier: str) -> "Problem":
         """The same problem over the local tier and one of its remote tiers."""
@@ -168,7 +176,7 @@ class Problem:
 
     def prompts_in(self, passes: PrefillPlan) -> PromptPasses:
         """The passes that a decode step carries, if they are `passes`."""
-        return _prompt_passes(self.costs, passes)
+        return _prompt_passes(self.costs, passes, self.carries_prompts)
 
     @functools.cached_property
     def curves_by_limit(self) -> dict[str, dict[str, Curve]]:
@@ -265,6 +273,6 @@ class Problem:
 
 
 @functools.lru_cache(maxsize=16)
-def _prompt_passes(costs: StepCosts, prefill: PrefillPlan) -> PromptPasses:
-    """Problems of one workload share their passes."""
-    return PromptPasses(costs, prefill)
+def _prompt_passes(costs: StepCosts, prefill: PrefillPlan, counted: bool) -> PromptPasses:
+    """The passes that problems of one workload share; they take no time unless `counted`."""
+    return PromptPasses(costs, prefill, batches=float(counted) / costs.workload.new_tokens)

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dakrun.config import DTYPE_BYTES, ModelConfig
+from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.op_costs import StepCosts
@@ -89,31 +89,35 @@ class PassTimes:
             seconds[name] = seconds.get(name, 0.0) + line_time(line, ratios)
 
 
+def passes_of(workload: Workload, chunk_tokens: int) -> int:
+    """Passes of up to `chunk_tokens` tokens for a batch's prompts, but for what they share."""
+    tokens = workload.batch_size * (workload.prompt_len - workload.shared_len)
+    return ceil_div(tokens, chunk_tokens)
+
+
 class PromptPasses:
     """The prompt passes that a decode step carries: seconds of each op in them, by its ratios.
 
-    A batch of prompts goes through as few passes of `prefill` as possible, all with as many tokens,
-    once in `new_tokens` decode steps. Tokens of prefixes that are computed already are not
-    computed again. `times` are by op: bounds, with arithmetic at the kernels' efficiency. Besides,
-    rows in HBM take `rest_s` of work. Left out are launches, since no ratio changes them, and copies over links that
-    never take longer than the least work.
+    A step carries the prompts of so many `batches`: of one in `new_tokens` steps. A batch goes
+    through as few passes of `prefill` as possible, all with as many tokens. Tokens of prefixes that
+    are computed already are not computed again. `times` are by op: bounds, with arithmetic at the
+    kernels' efficiency. Besides, rows in HBM take `rest_s` of work. Left out are launches, since no
+    ratio changes them, and copies over links that never take longer than the least work.
     """
 
-    def __init__(self, costs: StepCosts, prefill: PrefillPlan) -> None:
+    def __init__(self, costs: StepCosts, prefill: PrefillPlan, *, batches: float) -> None:
         model, profile, work, links = costs.model, costs.profile, costs.workload, costs.links
+        passes = passes_of(work, prefill.chunk_tokens)
         prompt = work.prompt_len - work.shared_len
-        tokens = work.batch_size * prompt
-        passes = ceil_div(tokens, prefill.chunk_tokens)
-        rows, ends = ceil_div(tokens, passes), ceil_div(work.batch_size, passes)
-        per_step = passes / work.new_tokens
-        self.rest_s = per_step * rows_seconds(model, links, rows)
+        rows, ends = (ceil_div(work.batch_size * n, passes) for n in (prompt, 1))
+        self.rest_s = batches * passes * rows_seconds(model, links, rows)
         self.times: dict[str, PassTimes] = {}
         for op in costs.ops:
             if op.category == "attention":
                 length = min(prompt, prefill.chunk_tokens)
                 starts = range(work.shared_len, work.prompt_len, length)
                 spans = [range(at, min(at + length, work.prompt_len)) for at in starts]
-                self.times[op.name] = _attention_times(costs, op, spans)
+                self.times[op.name] = _attention_times(costs, op, spans, batches)
                 continue
             one = op.with_rows(ends if op.name == "lm_head" else rows)
             staged = prefill.transport == "staged" and op.category == "linear"
@@ -121,7 +125,7 @@ class PromptPasses:
             in_place = op.category == "linear" and not staged
             reads = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS) if in_place else 1
             lines, copies = matrix_lines(one, links, compute, staged=staged, reads=reads)
-            each = per_step * op.layers
+            each = batches * passes * op.layers
             self.times[op.name] = PassTimes(
                 _needed([_scaled(line, each) for line in lines]),
                 {name: _scaled(line, each) for name, line in copies.items()},
@@ -152,9 +156,9 @@ class PromptPasses:
         return seconds
 
 
-def _attention_times(costs: StepCosts, op: Op, spans: Sequence[range]) -> PassTimes:
-    """Attention of a batch's prompts, each in parts at `spans`; a slot lies in one tier."""
-    each = op.layers * costs.workload.batch_size / costs.workload.new_tokens
+def _attention_times(costs: StepCosts, op: Op, spans: Sequence[range], batches: float) -> PassTimes:
+    """Attention of the prompts of `batches`, each in parts at `spans`; a slot lies in one tier."""
+    each = batches * op.layers * costs.workload.batch_size
     work, copies = dict[int, float](), dict[str, Line]()
     for number, tier in enumerate(costs.links.direct):
         parts = [

@@ -24,6 +24,10 @@ def overview_dict(shown: Overview) -> dict[str, Any]:
     """The output of `dakrun plan --json`: the plan, its comparisons, and advice."""
     return {
         **_forecast_dict(shown.chosen),
+        "prompts": {
+            "passes_per_decode_step": shown.prompts.passes,
+            "ratios_for_decode_alone": shown.prompts.changed,
+        },
         "uniform": _uniform_dict(shown.uniform),
         "published": [_published_dict(other) for other in shown.published],
         "advice": _advice_dict(shown.advice),

@@ -13,6 +13,9 @@ from dakrun.plan.advice import Advice, advise
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.prefill import PrefillForecast, predict_prefill
+from dakrun.plan.prompt_pass import passes_of
+
+CHANGED = 0.0005  # of a ratio, as it is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,33 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Prompt `passes` that a decode step carries, and the ratios that they change.
+
+    `changed` has, by op, the offload ratio of the plan for decode steps alone.
+    """
+
+    passes: float
+    changed: dict[str, float]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Prompts":
+        """Plan again for decode steps alone."""
+        work, alone = plan.workload, plan
+        with suppress(CannotRun):
+            alone = make_plan(plan.model, work, plan.profile, plan.policy, prompts=False)
+        ratios = {op.op.name: op.ratio for op in alone.ops}
+        return cls(
+            passes=passes_of(work, plan.prefill.chunk_tokens) / work.new_tokens,
+            changed={
+                op.op.name: ratios[op.op.name]
+                for op in plan.ops
+                if abs(op.ratio - ratios[op.op.name]) >= CHANGED
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Overview:
     """The plan `chosen` and its comparisons, for the same model, workload, machine and budgets.
 
@@ -68,13 +98,14 @@ class Overview:
     """
 
     chosen: Forecast
+    prompts: Prompts
     uniform: Forecast | CannotRun
     advice: Advice
     published: tuple[Comparison, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, max_decode_step: float | None = None) -> "Overview":
-        """Plan again with the uniform strategy, at published ratios, and for advice.
+        """Plan again for decode steps alone, uniformly, at published ratios, and for advice.
 
         Advice is limited to `max_decode_step` seconds per decode step, if given.
         """
@@ -86,6 +117,7 @@ class Overview:
             uniform = refusal
         return cls(
             chosen=Forecast.of(plan),
+            prompts=Prompts.of(plan),
             uniform=uniform,
             advice=advise(plan, max_decode_step),
             published=tuple(_published(plan)),

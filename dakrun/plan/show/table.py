@@ -166,6 +166,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
             f"{format_bytes(kv['link_read_bytes_per_step'])} over the link",
         ),
         ("prefill", _prefill_text(shown.chosen)),
+        ("prompts", _prompts_text(shown)),
         ("bound", _speed_text(bound_figures(shown.chosen))),
         ("predicted", _speed_text(predicted_figures(shown.chosen))),
         *_draft_rows(plan),
@@ -242,6 +243,18 @@ def _draft_rows(plan: Plan) -> list[tuple[str, str]]:
         f"takes {times}; drafts save time from {most.break_even:.2f} tokens a row and step"
     )
     return [("drafts", f"{text}, with one row from {few.break_even:.2f}" if few != most else text)]
+
+
+def _prompts_text(shown: Overview) -> str:
+    """The prompt passes of a decode step, and the ratios that they change."""
+    prompts, plan = shown.prompts, shown.chosen.plan
+    text = f"a decode step carries {prompts.passes:.3g} prompt passes"
+    if not prompts.changed:
+        return f"{text}, which change no ratio"
+    return f"{text}; without them: " + ", ".join(
+        f"{name} {ratio:.1%} (with: {plan.op(name).ratio:.1%})"
+        for name, ratio in prompts.changed.items()
+    )
 
 
 def _need_row(plan: Plan, op: OpPlan) -> tuple[str, ...]:
