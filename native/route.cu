@@ -1,75 +1,151 @@
 // The router of a mixture of experts: each row's experts and their weights, and per expert the rows
 // that chose it, in the order of rows.
 //
-//   a CTA has a tile of 32 rows and one expert per warp:
-//     prefetch the experts' weights
-//     wait for predecessor kernels
-//     logits of its experts: a lane has every 32nd chunk of 8 columns
-//   the tile's last CTA, one warp per row:
+// route: a CTA has 16 experts, 512 columns (64 a warp) and a band of up to 64 rows
+//   load the experts' weights, each as the sum of three bfloat16 numbers
+//   wait for predecessor kernels
+//   for each tile of 8 rows: store logits from these columns, by tensor cores, the warps' added up
+//   the band's last CTA, one warp per row (route_choose.cuh):
+//     logits = sums over columns
 //     scores = softmax(logits) or sigmoid(logits); by = scores + bias
 //     hide experts outside the row's best groups, whose two largest `by` have the largest sums
 //     take the expert of the largest `by` k times: of equal ones the first, as NaN is the largest
 //     weights = scores, divided by their sum if renormalized, * scale
-//     store the row's experts in ascending order, each by its place in the stacked matrices, and
-//     for each of these a mask of the tile's rows
-//   the last CTA of all:
-//     count the rows of each expert, add up the counts, and give every pair of a row and an expert
-//     its place: experts one after the other, each with its rows in order
-//   Experts that are read often may be stacked first; choices and the order of sums go by number.
+//   up to 64 rows: the last CTA of all places the pairs of a row and an expert (route_place.cuh);
+//   more rows: each band's last CTA counts the rows of each expert, and
+// place: a CTA per band places its pairs, behind those of earlier bands
+//
+// A product of bfloat16 numbers is exact in float32. A weight is the sum of three of them, a
+// float16 of two. Sums over columns have one order, whatever the number of rows: a warp's, then
+// over warps, then over CTAs.
 
-#include "common.cuh"
-#include "cta_reduce.cuh"
-#include "element.cuh"
+#include "route_choose.cuh"
+#include "route_place.cuh"
 
-constexpr int kThreads = 32 * ROUTE_WARPS;
+constexpr int kChunks = 2;                                // of a warp
+constexpr int kChunkCols = 32;                            // a lane has 8 of them
+constexpr int kPartCols = kWarps * kChunks * kChunkCols;  // of a CTA
+constexpr int kTileExperts = ROUTE_EXPERTS;               // of a CTA
 constexpr int kTileRows = ROUTE_TILE_ROWS;
-constexpr int kMaxExperts = ROUTE_MAX_EXPERTS;
-constexpr int kRowsAtOnce = 8;
-constexpr int kPerLane = kMaxExperts / 32;
-constexpr int kLine = 32;  // floats of a line of the cache
-static_assert(kTileRows == 32, "a mask of a tile's rows is a word");
+constexpr int kWeightParts = 3;            // bfloat16 numbers in a weight,
+constexpr int kXParts = BFLOAT16 ? 1 : 2;  // and in an element of x
+constexpr int kPadded = kTileExperts + 4;  // floats: no bank conflicts
+static_assert(kPartCols == ROUTE_COLS && kTileExperts == 16 && kTileRows == 8, "as mma has them");
 
-struct RouteArgs {
-  const Element* x;     // [n, hidden]
-  const float* weight;  // [experts, hidden]
-  const float* bias;    // [experts], or null: 0
-  const int* lengths;   // [n], negative in rows without a request, which choose none; or null
-  int* tokens;          // [n * top_k]: the row of each pair
-  float* weights;       // [n * top_k]: the weight of each pair
-  int* ends;            // [experts]: pairs of the experts up to this one
-  int* places;          // [n, top_k]: pairs of a row by ascending expert; -1 without a request
-  const int* stacked;   // [experts]: the place of each in stacked matrices; null: its number
-  int* use;             // [2, experts]: rows that chose each, launches that read a place; or null
-  float* logits;        // [n, experts], scratch, as are the next three
-  float2* chosen;       // [n, top_k]: an expert's number, as bits, and its weight
-  float2* masks;        // [tiles, experts]: rows of a tile, and pairs of earlier tiles, as bits
-  int* arrivals;        // [tiles + 1], zeros before and after
-  int n, hidden, experts, top_k;
-  int groups, top_groups;
-  int sigmoid, renormalized;
-  float scale;
+// Partial logits of a tile's rows, of each warp. There are two of them.
+using Sums = float[kWarps][kTileRows][kPadded];
+
+// Two floats as pairs of bfloat16 numbers, which add up to them if that many can.
+template <int parts>
+__device__ __forceinline__ void split(float first, float second, uint32_t (&pairs)[parts]) {
+  constexpr uint32_t kUpper = 0xffff0000;
+#pragma unroll
+  for (uint32_t& pair : pairs) {
+    const uint32_t low = __float_as_uint(first) & kUpper, high = __float_as_uint(second) & kUpper;
+    pair = low >> 16 | high;
+    first -= __uint_as_float(low), second -= __uint_as_float(high);
+  }
+}
+
+// The lane's columns in chunk `chunk` of a CTA's: 8 from here.
+__device__ __forceinline__ int column(int part, int chunk) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  return part * kPartCols + (warp * kChunks + chunk) * kChunkCols + lane % 4 * 8;
+}
+
+// The weights of a CTA's experts in a warp's columns, as operands of mma.
+struct Weights {
+  uint32_t parts[kChunks][2][kWeightParts][4];
+
+  __device__ __forceinline__ void load(const RouteArgs& args, int first_expert, int part) {
+    const int lane = threadIdx.x % 32;
+    float4 loaded[kChunks][2][2] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {  // 8 experts
+        const int expert = first_expert + 8 * half + lane / 4, col = column(part, chunk);
+        if (expert >= args.experts || col >= args.hidden) continue;
+        const float4* const from = reinterpret_cast<const float4*>(
+            args.weight + static_cast<int64_t>(expert) * args.hidden + col);
+        loaded[chunk][half][0] = from[0], loaded[chunk][half][1] = from[1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kChunks; i++) {
+      const int chunk = i / 4, half = i / 2 % 2, four = i % 2;
+      const float4 w = loaded[chunk][half][four];
+      uint32_t low[kWeightParts], high[kWeightParts];
+      split(w.x, w.y, low), split(w.z, w.w, high);
+#pragma unroll
+      for (int j = 0; j < kWeightParts; j++)
+        parts[chunk][four][j][half] = low[j], parts[chunk][four][j][2 + half] = high[j];
+    }
+  }
 };
 
-// Larger floats have larger keys; NaN is the largest, and both zeros are equal.
-__device__ __forceinline__ uint32_t ordered(float value) {
-  if (value != value) return 0xffffffff;
-  const uint32_t bits = __float_as_uint(value + 0.0f);
-  return bits & 0x80000000 ? ~bits : bits | 0x80000000;
-}
+// A tile's rows in a warp's columns; zeros where there are none.
+struct TileRows {
+  Chunk chunks[kChunks];
 
-// Key to maximize: the larger value, then the lower number. 0 is below all keys.
-__device__ __forceinline__ uint64_t key(float value, int number) {
-  return static_cast<uint64_t>(ordered(value)) << 32 | ~static_cast<uint32_t>(number);
-}
-__device__ __forceinline__ int number_of(uint64_t key) {
-  return static_cast<int>(~static_cast<uint32_t>(key));
-}
+  __device__ __forceinline__ void load(const RouteArgs& args, int first, int end, int part) {
+    const int row = first + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+      const int col = column(part, chunk);
+      chunks[chunk] = Chunk{};
+      if (row < end && col < args.hidden) {
+        chunks[chunk] = *reinterpret_cast<const Chunk*>(
+            args.x + static_cast<int64_t>(row) * args.hidden + col);
+      }
+    }
+  }
+  // Products with the weights, summed over the columns, for each expert and row.
+  __device__ __forceinline__ void multiply(const Weights& weights, Sums& to) const {
+    float2 sums[kWeightParts][2] = {};  // of experts 0 to 7, and 8 to 15
+#pragma unroll
+    for (int i = 0; i < 2 * kChunks; i++) {
+      const Element* const x = chunks[i / 2].of + i % 2 * 4;
+      uint32_t low[kXParts], high[kXParts];
+      split(to_float(x[0]), to_float(x[1]), low), split(to_float(x[2]), to_float(x[3]), high);
+#pragma unroll
+      for (int j = 0; j < kWeightParts * kXParts; j++) {
+        float2(&sum)[2] = sums[j % kWeightParts];
+        ptx::mma(sum[0], sum[1], weights.parts[i / 2][i % 2][j % kWeightParts],
+                 low[j / kWeightParts], high[j / kWeightParts], __nv_bfloat16());
+      }
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float* const at = to[warp][lane % 4 * 2] + 8 * half + lane / 4;
+      const float2 &a = sums[0][half], &b = sums[1][half], &c = sums[2][half];  // largest first
+      at[0] = a.x + (b.x + c.x), at[kPadded] = a.y + (b.y + c.y);
+    }
+  }
+};
 
-__device__ __forceinline__ uint64_t largest(uint64_t value) {
-  return reduce_warp(value, [](uint64_t a, uint64_t b) { return a > b ? a : b; });
-}
-__device__ __forceinline__ float total(float value) {
-  return reduce_warp(value, [](float a, float b) { return a + b; });
+// Logits of a CTA's experts for rows `first` to `end` - 1, from its columns.
+__device__ __forceinline__ void multiply(const RouteArgs& args, const Weights& weights,
+                                         int first_expert, int part, int first, int end,
+                                         Sums (&sums)[2]) {
+  TileRows next;
+  next.load(args, first, end, part);
+#pragma unroll 1
+  for (int turn = 0; first < end; first += kTileRows, turn ^= 1) {
+    const TileRows rows = next;
+    next.load(args, first + kTileRows, end, part);
+    rows.multiply(weights, sums[turn]);
+    __syncthreads();
+    const int row = first + threadIdx.x / kTileExperts;
+    const int number = threadIdx.x % kTileExperts, expert = first_expert + number;
+    if (threadIdx.x >= kTileExperts * kTileRows || row >= end || expert >= args.experts) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (const auto& of_warp : sums[turn])
+      sum += of_warp[row - first][number];
+    args.logits[(static_cast<int64_t>(part) * args.n + row) * kMaxExperts + expert] = sum;
+  }
 }
 
 // Whether this CTA arrives last of `count`. What the others wrote before, its threads read past L1.
@@ -83,222 +159,51 @@ __device__ __forceinline__ bool arrives_last(int* arrivals, int count, int& shar
   return shared;
 }
 
-// Logits of one expert for rows `first` to `first` + `rows` - 1, by a warp.
-__device__ __forceinline__ void multiply(const RouteArgs& args, int expert, int first, int rows) {
-  const int lane = threadIdx.x % 32, chunks = args.hidden / 8;
-  const float4* const weight =
-      reinterpret_cast<const float4*>(args.weight + static_cast<int64_t>(expert) * args.hidden);
-#pragma unroll 1
-  for (int row = 0; row < rows; row += kRowsAtOnce) {
-    float sums[kRowsAtOnce] = {};
-#pragma unroll 2
-    for (int i = lane; i < chunks; i += 32) {
-      const float4 low = weight[2 * i], high = weight[2 * i + 1];
-      const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-      for (int r = 0; r < kRowsAtOnce; r++) {
-        const int64_t at = first + min(row + r, rows - 1);
-        const Chunk x = reinterpret_cast<const Chunk*>(args.x + at * args.hidden)[i];
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-          sums[r] += w[j] * to_float(x.of[j]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRowsAtOnce; r++) {
-      const float sum = total(sums[r]);
-      if (lane == r && row + r < rows)
-        args.logits[static_cast<int64_t>(first + row + r) * args.experts + expert] = sum;
-    }
-  }
-}
-
-// The sum of the two largest of `by` in a group, whose experts follow each other.
-__device__ __forceinline__ float group_score(const float* by, int size) {
-  float best = by[0], second = by[1];
-  if (ordered(second) > ordered(best)) best = by[1], second = by[0];
-  for (int i = 2; i < size; i++) {
-    if (ordered(by[i]) > ordered(best))
-      second = best, best = by[i];
-    else if (ordered(by[i]) > ordered(second))
-      second = by[i];
-  }
-  return best + second;
-}
-
-// Choose the experts of one row, by a warp. `by` and `picked`, [experts], are its own shared memory;
-// `picked` becomes 1 for each chosen expert.
-__device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by, uint8_t* picked) {
-  const int lane = threadIdx.x % 32, experts = args.experts;
-  const float* const logits = args.logits + static_cast<int64_t>(row) * experts;
-  float scores[kPerLane];
-  uint64_t best = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++) {
-    const int expert = 32 * i + lane;
-    if (expert >= experts) continue;
-    scores[i] = ptx::load_from_l2(logits + expert);
-    best = max(best, key(scores[i], expert));
-  }
-  float sum = 0.0f;
-  const float maximum = ptx::load_from_l2(logits + number_of(largest(best)));
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++) {
-    if (32 * i + lane >= experts) continue;
-    scores[i] = args.sigmoid ? 1.0f / (1.0f + expf(-scores[i])) : expf(scores[i] - maximum);
-    sum += scores[i];
-  }
-  sum = args.sigmoid ? 1.0f : total(sum);
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++) {
-    const int expert = 32 * i + lane;
-    if (expert >= experts) continue;
-    scores[i] = scores[i] / sum;
-    by[expert] = args.bias == nullptr ? scores[i] : scores[i] + args.bias[expert];
-    picked[expert] = 0;
-  }
-  __syncwarp();
-  // Bit g: whether experts of group g can be chosen.
-  const int size = experts / args.groups;
-  uint32_t open = 0xffffffff;
-  if (args.groups > 1) {
-    uint64_t own = lane < args.groups ? key(group_score(by + lane * size, size), lane) : 0;
-    open = 0;
-    for (int i = 0; i < args.top_groups; i++) {
-      const int group = number_of(largest(own));
-      open |= 1u << group;
-      if (lane == group) own = 0;
-    }
-  }
-  // Lane i keeps the i-th expert and its weight.
-  uint64_t keys[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++) {
-    const int expert = 32 * i + lane;
-    keys[i] = 0;
-    if (expert < experts && (args.groups == 1 || open >> (expert / size) & 1))
-      keys[i] = key(by[expert], expert);
-  }
-  int mine = kMaxExperts;
-  float weight = 0.0f;
-  for (int k = 0; k < args.top_k; k++) {
-    uint64_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; i++)
-      own = max(own, keys[i]);
-    const int expert = number_of(largest(own));
-    float score = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; i++) {
-      if (32 * i + lane != expert) continue;
-      keys[i] = 0;
-      score = scores[i];
-    }
-    score = __shfl_sync(0xffffffff, score, expert % 32);
-    if (lane == k) mine = expert, weight = score;
-  }
-  if (args.renormalized) weight /= total(weight) + (args.sigmoid ? 1e-20f : 0.0f);
-  int rank = 0;
-  for (int i = 0; i < args.top_k; i++)
-    rank += __shfl_sync(0xffffffff, mine, i) < mine;
-  if (lane >= args.top_k) return;
-  if (args.stacked != nullptr) mine = args.stacked[mine];
-  picked[mine] = 1;
-  args.chosen[static_cast<int64_t>(row) * args.top_k + rank] =
-      float2{__uint_as_float(static_cast<uint32_t>(mine)), weight * args.scale};
-}
-
-// Give every pair its place, by one CTA. `ends` [experts] is shared memory.
-__device__ __forceinline__ void place(const RouteArgs& args, int tiles, int* ends) {
-  for (int number = threadIdx.x; number < args.experts; number += kThreads) {
-    const int expert = args.stacked == nullptr ? number : args.stacked[number];  // by its place
-    uint32_t pairs = 0;
-#pragma unroll 4
-    for (int tile = 0; tile < tiles; tile++) {
-      float2* const at = args.masks + static_cast<int64_t>(tile) * args.experts + expert;
-      const float2 mask = ptx::load_from_l2(at);
-      *at = float2{mask.x, __uint_as_float(pairs)};
-      pairs += __popc(__float_as_uint(mask.x));
-    }
-    ends[expert] = pairs;
-    if (args.use != nullptr && pairs > 0) {
-      args.use[number] += pairs;
-      args.use[args.experts + expert] += 1;
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {  // a lane adds up neighbours; then their sums are added up
-    const int each = (args.experts + 31) / 32, first = threadIdx.x * each;
-    int sum = 0, before = 0;
-    for (int i = first; i < min(first + each, args.experts); i++)
-      ends[i] = sum += ends[i];
-    for (int i = 0; i < 32; i++) {
-      const int other = __shfl_sync(0xffffffff, sum, i);
-      if (i < static_cast<int>(threadIdx.x)) before += other;
-    }
-    for (int i = first; i < min(first + each, args.experts); i++) {
-      ends[i] += before;
-      args.ends[i] = ends[i];
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < args.n * args.top_k; i += kThreads) {
-    const int row = i / args.top_k, bit = row % kTileRows;
-    int pair = -1;
-    if (args.lengths == nullptr || args.lengths[row] >= 0) {
-      const float2 chosen = ptx::load_from_l2(args.chosen + i);
-      const int expert = static_cast<int>(__float_as_uint(chosen.x));
-      const int64_t tile = row / kTileRows;
-      const float2 mask = ptx::load_from_l2(args.masks + tile * args.experts + expert);
-      const uint32_t rows = __float_as_uint(mask.x);
-      pair = (expert > 0 ? ends[expert - 1] : 0) + static_cast<int>(__float_as_uint(mask.y)) +
-             __popc(rows & ((1u << bit) - 1));
-      args.tokens[pair] = row;
-      args.weights[pair] = chosen.y;
-    }
-    args.places[i] = pair;
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     route(const __grid_constant__ RouteArgs args) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  float* const by = reinterpret_cast<float*>(smem);                          // [warps, experts]
-  uint8_t* const picked = smem + sizeof(float) * ROUTE_WARPS * args.experts;  // [rows, experts]
   __shared__ int last;
   ptx::launch_dependents();
-  const int parts = (args.experts + ROUTE_WARPS - 1) / ROUTE_WARPS;
-  const int tiles = (args.n + kTileRows - 1) / kTileRows;
-  const int tile = blockIdx.x / parts, warp = threadIdx.x / 32;
-  if (tile >= tiles) return fill_sm();
-  const int expert = blockIdx.x % parts * ROUTE_WARPS + warp;
-  const int first = tile * kTileRows, rows = min(kTileRows, args.n - first);
-  if (expert < args.experts) {
-    const float* const weight = args.weight + static_cast<int64_t>(expert) * args.hidden;
-    for (int i = threadIdx.x % 32 * kLine; i < args.hidden; i += 32 * kLine)
-      ptx::prefetch(weight + i);
+  const int tiles = ceil_div(args.experts, kTileExperts), parts = part_count(args);
+  const int bands = band_count(args), band = blockIdx.x / (tiles * parts);
+  if (band >= bands) return fill_sm();
+  const int unit = blockIdx.x % (tiles * parts), part = unit / tiles;
+  const int first = band * args.band_rows, rows = min(args.band_rows, args.n - first);
+  Weights weights;
+  weights.load(args, unit % tiles * kTileExperts, part);
+  if (threadIdx.x * kLine < args.experts) {
+    if (args.bias != nullptr) ptx::prefetch(args.bias + threadIdx.x * kLine);
+    if (args.stacked != nullptr) ptx::prefetch(args.stacked + threadIdx.x * kLine);
   }
   ptx::wait_for_dependencies();
-  if (expert < args.experts) multiply(args, expert, first, rows);
-  if (!arrives_last(args.arrivals + tile, parts, last)) return;
-  for (int row = warp; row < rows; row += ROUTE_WARPS) {
-    const int length = args.lengths == nullptr ? 0 : args.lengths[first + row];
-    if (length >= 0) {
-      choose(args, first + row, by + warp * args.experts, picked + row * args.experts);
-      __syncwarp();  // the next row uses `by` again
-    } else {
-      for (int i = threadIdx.x % 32; i < args.experts; i += 32)
-        picked[row * args.experts + i] = 0;
-    }
+  const Placing placing(args, smem);
+  multiply(args, weights, unit % tiles * kTileExperts, part, first, first + rows,
+           *reinterpret_cast<Sums(*)[2]>(placing.end()));
+  if (!arrives_last(args.arrivals + band, tiles * parts, last)) return;
+
+  const int warp = threadIdx.x / 32;
+  float* const by = reinterpret_cast<float*>(placing.end()) + warp * args.experts;
+  for (int row = warp; row < rows; row += kWarps)
+    choose(args, first + row, by, placing.pairs + row * args.top_k);
+  if (bands > 1) {
+    __syncthreads();
+    placing.store(first, rows);
+    if (args.n > kMaxRows) return placing.count(band, rows);
+    if (!arrives_last(args.arrivals + bands, bands, last)) return;
+    placing.load(0, args.n);
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < args.experts; i += kThreads) {
-    uint32_t mask = 0;
-    for (int row = 0; row < rows; row++)
-      mask |= static_cast<uint32_t>(picked[row * args.experts + i]) << row;
-    args.masks[static_cast<int64_t>(tile) * args.experts + i] =
-        float2{__uint_as_float(mask), 0.0f};
-  }
-  if (arrives_last(args.arrivals + tiles, tiles, last))
-    place(args, tiles, reinterpret_cast<int*>(smem));
+  placing.place(0, args.n);
+}
+
+using PlaceArgs = RouteArgs;
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    place(const __grid_constant__ PlaceArgs args) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const int first = blockIdx.x * args.band_rows, rows = min(args.band_rows, args.n - first);
+  const Placing placing(args, smem);
+  placing.load(first, rows);
+  placing.place(first, rows);
 }

@@ -19,12 +19,16 @@ from dakrun.kernels.experts import reference as plain
 from dakrun.kernels.experts.dispatch import ExpertProducts
 from dakrun.kernels.runtime import capture, card_of
 from dakrun.launches import (
+    ROUTER_MAX_ROWS,
+    ROUTER_TILE_ROWS,
     TierAccess,
     expert_buffer_bytes,
     expert_chunks,
     expert_splits,
     grouped_config,
     grouped_tiles,
+    router_ctas,
+    router_rows,
 )
 from dakrun.memory.matrix import TieredMatrix
 
@@ -46,6 +50,22 @@ def test_their_bytes_are_those_of_the_plan(rows: int) -> None:
     planned = expert_buffer_bytes(rows, experts=6, top_k=2, hidden=HIDDEN, ffn=FFN)
     found = sum(tensor.nbytes for tensor in tensors)
     assert 0.95 * planned - 2048 <= found <= planned + 2048
+
+
+@pytest.mark.parametrize("hidden", [512, 2048, 5120])
+@pytest.mark.parametrize("rows", [1, 8, 64, 65, 4096])
+def test_the_router_has_a_cta_on_each_sm_while_that_is_enough(rows: int, hidden: int) -> None:
+    card = hopper(132)
+    band = router_rows(rows, experts=128, hidden=hidden, card=card)
+    ctas = router_ctas(128, hidden)
+
+    def in_all(band: int) -> int:
+        return -(-rows // band) * ctas
+
+    assert band % ROUTER_TILE_ROWS == 0 and band <= ROUTER_MAX_ROWS
+    assert in_all(band) <= card.sms or band == ROUTER_MAX_ROWS
+    fewer = band - ROUTER_TILE_ROWS
+    assert not fewer or in_all(fewer) > card.sms
 
 
 def test_rows_in_chunks_are_as_rows_together(

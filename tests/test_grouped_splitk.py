@@ -29,7 +29,7 @@ ACCESS = (TierAccess(), TierAccess(sms=1, window_bytes=20_000), TierAccess(sms=1
 def routed(choices: Sequence[Sequence[int]], experts: int, device: str) -> Routed:
     """What the router writes for rows that choose `choices`; a row without any has no request."""
     top_k = max(map(len, choices))
-    out = Routed.allocate(len(choices), Routing(experts=experts, top_k=top_k), device)
+    out = Routed.allocate(len(choices), Routing(experts=experts, top_k=top_k), 8, device)
     pairs = sorted((expert, row) for row, own in enumerate(choices) for expert in own)
     generator = torch.Generator().manual_seed(len(pairs))
     for tensor in (out.tokens, out.ends, out.places):

@@ -228,7 +228,7 @@ def mixture(
     up = normal(2 * experts * inner, hidden, dtype=dtype, device=device) / hidden**0.5
     down = normal(experts * hidden, inner, dtype=dtype, device=device) / inner**0.5
     pairs = n * top_k
-    out = route(x, router, rule, Routed.allocate(n, rule, device), **options)
+    out = route(x, router, rule, Routed.allocate(n, rule, x.shape[1], device), **options)
     counters = tile_counters(device)
     rows = torch.full((pairs, hidden), math.nan, dtype=dtype, device=device)
     permute(x, out.places, rows)

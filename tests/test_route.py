@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import hold_to, hopper
 from emulated import EmulatedKernel
 from packed_matrices import normal
 
@@ -23,6 +24,11 @@ CASES = [
     pytest.param(4096, 128, 8, SOFTMAX, marks=pytest.mark.gpu),
     pytest.param(4095, 512, 32, GROUPED, marks=pytest.mark.gpu),
 ]
+
+
+def room(x: torch.Tensor, rule: Routing, more: int = 0) -> Routed:
+    """Room for the choices of x, and of `more` rows."""
+    return Routed.allocate(len(x) + more, rule, x.shape[1], x.device)
 
 
 def choices(out: Routed, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +59,7 @@ def test_it_chooses_as_plain_torch_does(
     x = normal(n, 72, dtype=dtype, device=kernel_device)
     weight = normal(count, 72, dtype=torch.float32, device=kernel_device)
     bias = normal(count, dtype=torch.float32, device=kernel_device) if rule.biased else None
-    out = Routed.allocate(n + 3, rule, kernel_device)
+    out = room(x, rule, 3)
     for _ in range(2):  # counters are left as they were
         assert route(x, weight, rule, out, bias=bias) is out
         found, weights = choices(out, n)
@@ -67,15 +73,33 @@ def test_it_chooses_as_plain_torch_does(
     torch.testing.assert_close(weights[same], expected[same], rtol=1e-4, atol=1e-6)
 
 
-def test_a_row_does_not_depend_on_the_others(kernel_device: str) -> None:
+@pytest.mark.parametrize("sms", [3, 132])
+def test_a_row_does_not_depend_on_the_others(
+    sms: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on which CTAs there are; columns are divided among them."""
+    if kernel_device == "cpu":
+        hold_to(hopper(sms), monkeypatch)
     rule = Routing(experts=24, top_k=3)
-    x = normal(35, 40, dtype=torch.bfloat16, device=kernel_device)
-    weight = normal(24, 40, dtype=torch.float32, device=kernel_device)
-    together = choices(route(x, weight, rule, Routed.allocate(35, rule, kernel_device)), 35)
-    for row in (0, 9, 34):
-        alone = Routed.allocate(1, rule, kernel_device)
-        found, weights = choices(route(x[row : row + 1], weight, rule, alone), 1)
-        assert found[0].equal(together[0][row]) and weights[0].equal(together[1][row])
+    x = normal(100, 1096, dtype=torch.bfloat16, device=kernel_device)
+    weight = normal(24, 1096, dtype=torch.float32, device=kernel_device)
+    together = choices(route(x, weight, rule, room(x, rule)), 100)
+    for rows in ([0], [9], [99], [*range(30, 94)]):
+        found, weights = choices(route(x[rows], weight, rule, room(x[rows], rule)), len(rows))
+        assert found.equal(together[0][rows]) and weights.equal(together[1][rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_exact_in_float32(dtype: torch.dtype, kernel_device: str) -> None:
+    """Weights have 24 bits. A sum has one term here; scores of logits below -8 show its error."""
+    rule = Routing(experts=16, top_k=16, scores="sigmoid", renormalized=False)
+    weight = -8 - normal(16, 40, dtype=torch.float32, device=kernel_device).abs()
+    x = torch.zeros(40, 40, dtype=dtype, device=kernel_device)
+    x.diagonal().fill_(1 + torch.finfo(dtype).eps)
+    found, weights = choices(route(x, weight, rule, room(x, rule)), 40)
+    assert (found == torch.arange(16)).all()
+    wanted = (x.double() @ weight.double().T).sigmoid().cpu().float()
+    torch.testing.assert_close(weights, wanted, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -85,7 +109,7 @@ def test_equal_scores_go_to_the_lowest_indexes(scores: Any, kernel_device: str) 
     x = torch.ones(34, 8, dtype=torch.float16, device=kernel_device)
     weight = torch.zeros(40, 8, device=kernel_device)
     weight[33], weight[38] = 0.5, -0.0
-    out = route(x, weight, rule, Routed.allocate(34, rule, kernel_device))
+    out = route(x, weight, rule, room(x, rule))
     found, weights = choices(out, 34)
     assert found.tolist() == [[0, 1, 2, 33]] * 34
     assert out.ends.tolist() == [34, 68, *[102] * 31, *[136] * 7]
@@ -101,7 +125,7 @@ def test_the_best_groups_of_equal_ones_are_the_first(kernel_device: str) -> None
     weight = torch.zeros(24, 8, device=kernel_device)
     weight[8] = 0.2  # alone in group 2
     weight[[13, 15]] = 0.15  # both in group 3
-    out = route(x, weight, rule, Routed.allocate(1, rule, kernel_device))
+    out = route(x, weight, rule, room(x, rule))
     assert choices(out, 1)[0].tolist() == [[8, 9, 13, 15]]
     wanted = experts.choose(x.float() @ weight.T, None, rule)[0].sort(1).values
     assert wanted.tolist() == [[8, 9, 13, 15]]
@@ -111,12 +135,12 @@ def test_rows_without_a_request_choose_none(kernel_device: str) -> None:
     rule = Routing(experts=16, top_k=2)
     x = normal(40, 16, dtype=torch.bfloat16, device=kernel_device)
     weight = normal(16, 16, dtype=torch.float32, device=kernel_device)
-    everyone = choices(route(x, weight, rule, Routed.allocate(40, rule, kernel_device)), 40)
+    everyone = choices(route(x, weight, rule, room(x, rule)), 40)
     lengths = torch.arange(40, dtype=torch.int32, device=kernel_device)
     idle = torch.tensor([0, 3, 31, 32, 39])
     lengths[idle], x[idle] = -1, torch.nan
-    out = Routed.allocate(40, rule, kernel_device)
-    found, weights = choices(route(x, weight, rule, out, lengths=lengths, ctas=9), 40)
+    out = room(x, rule)
+    found, weights = choices(route(x, weight, rule, out, lengths=lengths), 40)
     others = [row for row in range(40) if row not in idle]
     assert found[others].equal(everyone[0][others])
     assert weights[others].equal(everyone[1][others])
@@ -128,7 +152,7 @@ def test_a_row_of_nan_chooses_experts_all_the_same(kernel_device: str) -> None:
     x = normal(3, 16, dtype=torch.bfloat16, device=kernel_device)
     x[1] = torch.nan
     weight = normal(16, 16, dtype=torch.float32, device=kernel_device)
-    found, weights = choices(route(x, weight, rule, Routed.allocate(3, rule, kernel_device)), 3)
+    found, weights = choices(route(x, weight, rule, room(x, rule)), 3)
     assert found[1].tolist() == [0, 1, 2] and weights[1].isnan().all()
     assert weights[[0, 2]].isfinite().all()
 
@@ -142,7 +166,7 @@ def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> Non
     weight[[5, 20, 3]] = weight[4].clone()  # equal scores
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     stacked = order.argsort().int().to(kernel_device)
-    plain, other = (Routed.allocate(37, rule, kernel_device) for _ in range(2))
+    plain, other = (room(x, rule) for _ in range(2))
     use = torch.ones(2, 24, dtype=torch.int32, device=kernel_device)
     lengths = torch.arange(37, dtype=torch.int32, device=kernel_device)
     lengths[9] = -1
@@ -178,7 +202,8 @@ def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> Non
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths as \[2\]"),
         ({"stacked": torch.zeros(9, dtype=torch.int32)}, r"stacked as \[8\]"),
         ({"use": torch.zeros(2, 9, dtype=torch.int32)}, r"use as \[2, 8\]"),
-        ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), "cpu")}, r"places as \[2, 2\]"),
+        ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), 16, "cpu")}, "places as"),
+        ({"out": Routed.allocate(2, Routing(experts=8, top_k=2), 600, "cpu")}, "logits as"),
         ({"routing": Routing(experts=520, top_k=2)}, "up to 512 experts"),
         ({}, "current GPU"),
     ],
@@ -187,20 +212,27 @@ def test_operands_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     rule = Routing(experts=8, top_k=2)
     given = {
         "x": torch.zeros(2, 16).half(), "weight": torch.zeros(8, 16), "routing": rule,
-        "out": Routed.allocate(2, rule, "cpu"),
+        "out": Routed.allocate(2, rule, 16, "cpu"),
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         route(**(given | change))
 
 
+@pytest.mark.parametrize(("n", "sms"), [(67, 3), (40, 15)])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_ctas_arrive_in_any_order(seed: int, kernel_device: str) -> None:
+def test_ctas_arrive_in_any_order(
+    seed: int, n: int, sms: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel_device == "cpu":
+        hold_to(hopper(sms), monkeypatch)
     rule = Routing(experts=40, top_k=3)
-    x = normal(67, 16, dtype=torch.bfloat16, device=kernel_device)
-    weight = normal(40, 16, dtype=torch.float32, device=kernel_device)
-    first = choices(route(x, weight, rule, Routed.allocate(67, rule, kernel_device)), 67)
-    kernel = jit.kernel(SOURCE, "route", defines(x.dtype))
-    if isinstance(kernel, EmulatedKernel):
-        kernel.seed, kernel.together = seed, 7
-    again = choices(route(x, weight, rule, Routed.allocate(67, rule, kernel_device)), 67)
+    x = normal(n, 520, dtype=torch.bfloat16, device=kernel_device)
+    weight = normal(40, 520, dtype=torch.float32, device=kernel_device)
+    first = choices(route(x, weight, rule, room(x, rule)), n)
+    for name in ("route", "place"):
+        kernel = jit.kernel(SOURCE, name, defines(x.dtype, 40))
+        if isinstance(kernel, EmulatedKernel):
+            monkeypatch.setattr(kernel, "seed", seed)
+            monkeypatch.setattr(kernel, "together", 7)
+    again = choices(route(x, weight, rule, room(x, rule)), n)
     assert again[0].equal(first[0]) and again[1].equal(first[1])

@@ -30,6 +30,10 @@ STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
 ALIGN = 128  # bytes, of W and of X in a stage
+# A CTA of the router has logits of ROUTER_EXPERTS experts from ROUTER_COLS columns, for up to
+# ROUTER_MAX_ROWS rows of X in tiles of ROUTER_TILE_ROWS.
+ROUTER_EXPERTS, ROUTER_COLS, ROUTER_TILE_ROWS, ROUTER_MAX_ROWS = 16, 512, 8, 64
+ROUTER_LOGITS = (32, 64, 128, 256, MAX_EXPERTS)  # of a row, and variants: up to so many experts
 # Rows of X in one launch of SplitK_GEMM. H100, Qwen3-30B-A3B: 64 take 453 us, but 512 take 1,312,
 # where the grouped tiled GEMM takes 436.
 EXPERT_CHUNK_ROWS = 64
@@ -92,10 +96,31 @@ def expert_buffer_bytes(rows: int, *, experts: int, top_k: int, hidden: int, ffn
     That are gated rows, the router's choices with what it needs meanwhile, weighted products, and
     for many rows copies of them.
     """
-    gated, chosen = 2 * top_k * ffn, 4 * (5 * top_k + experts + ceil_div(experts, 4))
+    logits, counts = ceil_div(hidden, ROUTER_COLS) * router_logits(experts), ceil_div(experts, 8)
+    gated, chosen = 2 * top_k * ffn, 4 * (5 * top_k + logits + counts)
     sums = min(rows, EXPERT_CHUNK_ROWS) * 4 * (top_k * hidden + hidden // ROWS_PER_BLOCK)
     copies = min(rows, TILED_MAX_ROWS) if rows > EXPERT_CHUNK_ROWS else 0
     return rows * (gated + chosen) + sums + copies * 2 * top_k * hidden
+
+
+def router_logits(experts: int) -> int:
+    """Logits that the router keeps of a row, those of no expert included."""
+    return next(count for count in ROUTER_LOGITS if count >= experts)
+
+
+def router_ctas(experts: int, hidden: int) -> int:
+    """CTAs of the router for the same rows of X."""
+    return ceil_div(experts, ROUTER_EXPERTS) * ceil_div(hidden, ROUTER_COLS)
+
+
+def router_rows(rows: int, *, experts: int, hidden: int, card: Card) -> int:
+    """Rows of X of a CTA of the router, of `rows` in all: so that an SM has one CTA, if it can be.
+
+    The last of the CTAs of these rows chooses their experts, so that more would take longer.
+    """
+    at_once = max(1, card.sms // router_ctas(experts, hidden))
+    tiles = ceil_div(ceil_div(rows, ROUTER_TILE_ROWS), at_once)
+    return min(ROUTER_MAX_ROWS, ROUTER_TILE_ROWS * tiles)
 
 
 def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:

@@ -25,6 +25,12 @@ inline int atomicAdd(int* to, int value) {
   return before;
 }
 
+inline uint32_t atomicOr(uint32_t* to, uint32_t bits) {
+  const uint32_t before = *to;
+  *to |= bits;
+  return before;
+}
+
 inline uint32_t atomicAnd(uint32_t* to, uint32_t bits) {
   const uint32_t before = *to;
   *to &= bits;
@@ -65,6 +71,25 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
                                               for (int i = 0; i < emulator::kWarp; i++)
                                                 *taken[i] = all;
                                             });
+}
+
+template <class T, class Combine>
+T reduced(T value, Combine combine) {
+  return emulator::together<T, T>(value, [combine](const T* const* given, T* const* taken) {
+    T all = *given[0];
+    for (int i = 1; i < emulator::kWarp; i++)
+      all = combine(all, *given[i]);
+    for (int i = 0; i < emulator::kWarp; i++)
+      *taken[i] = all;
+  });
+}
+template <class T>
+T __reduce_max_sync(uint32_t, T value) {
+  return reduced(value, [](T a, T b) { return std::max(a, b); });
+}
+template <class T>
+T __reduce_min_sync(uint32_t, T value) {
+  return reduced(value, [](T a, T b) { return std::min(a, b); });
 }
 
 inline int __popc(uint32_t bits) {

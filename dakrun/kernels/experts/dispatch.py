@@ -54,7 +54,8 @@ class ExpertProducts:
         chunks = expert_chunks(rows, card, atom_bytes)
         self._inner = like.new_empty(rows * routing.top_k, ffn)
         self._routed = [
-            Routed.allocate(chunk.stop - chunk.start, routing, like.device) for chunk in chunks
+            Routed.allocate(chunk.stop - chunk.start, routing, hidden, like.device)
+            for chunk in chunks
         ]
         most = min(rows, EXPERT_CHUNK_ROWS)
         self._sums = PairSums.empty(most, routing.top_k, hidden, like.device)
@@ -75,11 +76,10 @@ class ExpertProducts:
         """Choose the experts of x [n, H] as route.route() does; valid until the next call."""
         chunks = expert_chunks(len(x), self._card, self._atom_bytes)
         found = list(zip(chunks, self._routed[: len(chunks)], strict=True))
-        ctas = self._card.with_idle(1)
         for rows, out in found:
             route(
                 x[rows], weight, self._routing, out, bias=bias, lengths=lengths[rows],
-                stacked=stacked, use=use, ctas=ctas, pdl=True,
+                stacked=stacked, use=use, pdl=True,
             )  # fmt: skip
         return found
 

@@ -11,21 +11,33 @@ import torch
 from dakrun.config import Routing
 from dakrun.geometry import CHUNK
 from dakrun.kernels.runtime import jit, operands
+from dakrun.kernels.runtime.card import card_of
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
-from dakrun.launches import MAX_EXPERTS
+from dakrun.launches import (
+    MAX_EXPERTS,
+    ROUTER_COLS,
+    ROUTER_EXPERTS,
+    ROUTER_LOGITS,
+    ROUTER_MAX_ROWS,
+    ROUTER_TILE_ROWS,
+    router_ctas,
+    router_logits,
+    router_rows,
+)
 from dakrun.units import ceil_div
 
 SOURCE = "route.cu"
-WARPS, TILE_ROWS = 8, 32  # of a CTA, which computes logits of one expert a warp
+WARPS, WARP = 8, 32  # of a CTA; threads of a warp
 MAX_CHOSEN, MAX_GROUPS = 32, 32
+SUMS_BYTES = 2 * WARPS * ROUTER_TILE_ROWS * (ROUTER_EXPERTS + 4) * 4  # of partial logits
 
 
 class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "places"),
         *operands.pointers("stacked", "use"),
-        *operands.pointers("logits", "chosen", "masks", "arrivals"),
-        *operands.ints("n", "hidden", "experts", "top_k", "groups", "top_groups"),
+        *operands.pointers("logits", "chosen", "counts", "arrivals"),
+        *operands.ints("n", "hidden", "experts", "top_k", "band_rows", "groups", "top_groups"),
         *operands.ints("sigmoid", "renormalized"),
         ("scale", ctypes.c_float),
     )
@@ -49,15 +61,18 @@ class Routed:
     scratch: dict[str, torch.Tensor]
 
     @classmethod
-    def allocate(cls, rows: int, routing: Routing, device: torch.device | str) -> "Routed":
-        """Room for up to `rows` rows."""
-        experts, top_k, tiles = routing.experts, routing.top_k, ceil_div(rows, TILE_ROWS)
+    def allocate(
+        cls, rows: int, routing: Routing, hidden: int, device: torch.device | str
+    ) -> "Routed":
+        """Room for up to `rows` rows [H] of `hidden` columns."""
+        experts, top_k, bands = routing.experts, routing.top_k, ceil_div(rows, ROUTER_TILE_ROWS)
+        logits = ceil_div(hidden, ROUTER_COLS), rows, router_logits(experts)
         pairs = torch.empty(2, rows * top_k, dtype=torch.int32, device=device)
         scratch = {
-            "logits": torch.empty(rows, experts, dtype=torch.float32, device=device),
+            "logits": torch.empty(logits, dtype=torch.float32, device=device),
             "chosen": torch.empty(rows, top_k, 2, dtype=torch.float32, device=device),
-            "masks": torch.empty(tiles, experts, 2, dtype=torch.float32, device=device),
-            "arrivals": torch.zeros(tiles + 1, dtype=torch.int32, device=device),
+            "counts": torch.empty(bands, experts, dtype=torch.int32, device=device),
+            "arrivals": torch.zeros(bands + 1, dtype=torch.int32, device=device),
         }
         return cls(
             pairs[0],
@@ -76,9 +91,16 @@ def can_route(routing: Routing) -> bool:
     )
 
 
-def defines(dtype: torch.dtype) -> dict[str, int]:
-    """Macros of the variant for rows of `dtype`."""
-    sizes = {"ROUTE_WARPS": WARPS, "ROUTE_TILE_ROWS": TILE_ROWS, "ROUTE_MAX_EXPERTS": MAX_EXPERTS}
+def defines(dtype: torch.dtype, experts: int) -> Macros:
+    """Macros of the variant for rows of `dtype` and `experts` experts, up to MAX_EXPERTS."""
+    sizes = {
+        "ROUTE_WARPS": WARPS,
+        "ROUTE_EXPERTS": ROUTER_EXPERTS,
+        "ROUTE_COLS": ROUTER_COLS,
+        "ROUTE_TILE_ROWS": ROUTER_TILE_ROWS,
+        "ROUTE_MAX_ROWS": ROUTER_MAX_ROWS,
+        "ROUTE_PER_LANE": router_logits(experts) // WARP,
+    }
     return operands.defines(dtype) | sizes
 
 
@@ -92,7 +114,6 @@ def route(
     lengths: torch.Tensor | None = None,
     stacked: torch.Tensor | None = None,
     use: torch.Tensor | None = None,
-    ctas: int = 0,
     pdl: bool = False,
 ) -> Routed:
     """Choose the experts of x [N, H], of 16 bits, by a router's weight [E, H] and bias [E].
@@ -101,9 +122,10 @@ def route(
     Rows with negative `lengths`, int32 [N], are without a request and choose none. `stacked`,
     int32 [E], has the place of each expert in stacked matrices, by default its number. The launch
     adds to `use`, int32 [2, E], the rows that chose each expert, and 1 to each place that any did.
-    It has `ctas` CTAs at least. With `pdl` it may start before its predecessor ends. Returns `out`,
-    which has room for N rows. Raises ValueError if an operand has the wrong shape, dtype, device or
-    alignment, or for more experts, choices or groups than the kernel takes.
+    With `pdl` it may start before its predecessor ends; a successor may start before `out` is
+    complete. More than ROUTER_MAX_ROWS rows take two launches. Returns `out`, which has room for N rows of H columns.
+    Raises ValueError if an operand has the wrong shape, dtype, device or alignment, or for more
+    experts, choices or groups than the kernel takes.
     """
     if x.dtype not in operands.DTYPES or x.dim() != 2 or not x.numel() or x.shape[1] % CHUNK:
         raise ValueError(
@@ -116,6 +138,7 @@ def route(
         )
     (n, hidden), experts = x.shape, routing.experts
     room = len(out.places)
+    logits = ceil_div(hidden, ROUTER_COLS), room, router_logits(experts)
     wanted: dict[str, operands.Wanted] = {
         "x": (x, (n, hidden), x.dtype),
         "weight": (weight, (experts, hidden), torch.float32),
@@ -125,11 +148,15 @@ def route(
         "use": (use, (2, experts), torch.int32),
         "ends": (out.ends, (experts,), torch.int32),
         "places": (out.places, (max(n, room), routing.top_k), torch.int32),
+        "logits": (out.scratch["logits"], logits, torch.float32),
     }
     operands.check_operands(x.device, wanted)
     if weight.data_ptr() % operands.ALIGNMENT:
         raise ValueError(f"expected weight to be aligned to {operands.ALIGNMENT} bytes")
     operands.check_gpu(x.device)
+    card = card_of(x.device)
+    band = router_rows(n, experts=experts, hidden=hidden, card=card)
+    bands = ceil_div(n, band)
     args = _Args(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
@@ -146,19 +173,30 @@ def route(
         hidden=hidden,
         experts=experts,
         top_k=routing.top_k,
+        band_rows=band,
         groups=routing.groups,
         top_groups=routing.top_groups,
         sigmoid=routing.scores == "sigmoid",
         renormalized=routing.renormalized,
         scale=routing.scale,
     )
-    needed = ceil_div(n, TILE_ROWS) * ceil_div(experts, WARPS)
-    kernel = jit.kernel(SOURCE, "route", defines(x.dtype))
-    shared = (4 * WARPS + TILE_ROWS) * experts
-    kernel.launch(max(needed, ctas), 32 * WARPS, args, shared_bytes=shared, pdl=pdl)
+    macros = defines(x.dtype, experts)
+    # Pairs of rows, and of an expert a mask of rows and two counts; the rest is used in turns.
+    placing = min(n, ROUTER_MAX_ROWS) * routing.top_k * 8 + experts * (ROUTER_MAX_ROWS // 8 + 8)
+    choosing = 4 * WARPS * experts if routing.groups > 1 else 0
+    ctas, threads = bands * router_ctas(experts, hidden), WARPS * WARP
+    jit.kernel(SOURCE, "route", macros).launch(
+        card.with_idle(ctas), threads, args,
+        shared_bytes=placing + max(SUMS_BYTES, choosing), pdl=pdl,
+    )  # fmt: skip
+    if n > ROUTER_MAX_ROWS:
+        kernel = jit.kernel(SOURCE, "place", macros)
+        kernel.launch(bands, threads, args, shared_bytes=placing, pdl=pdl)
     return out
 
 
 @compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
-    return [defines(needs.dtype)] if needs.every or needs.routing else []
+    if needs.every:
+        return [defines(needs.dtype, count) for count in ROUTER_LOGITS]
+    return [defines(needs.dtype, needs.routing.experts)] if needs.routing else []

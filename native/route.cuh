@@ -1,0 +1,49 @@
+// The arguments of the router's kernels, and what they count.
+#pragma once
+
+#include "common.cuh"
+#include "element.cuh"
+
+constexpr int kWarps = ROUTE_WARPS, kThreads = 32 * kWarps;
+constexpr int kMaxRows = ROUTE_MAX_ROWS;  // of a band, and of a launch that places pairs itself
+constexpr int kPerLane = ROUTE_PER_LANE;  // experts: a lane has every 32nd
+constexpr int kMaxExperts = 32 * kPerLane;
+constexpr int kLine = 32;  // words of a line of the cache
+
+struct RouteArgs {
+  const Element* x;     // [n, hidden]
+  const float* weight;  // [experts, hidden]
+  const float* bias;    // [experts], or null: 0
+  const int* lengths;   // [n], negative in rows without a request, which choose none; or null
+  int* tokens;          // [n * top_k]: the row of each pair
+  float* weights;       // [n * top_k]: the weight of each pair
+  int* ends;            // [experts]: pairs of the experts up to this one
+  int* places;          // [n, top_k]: pairs of a row by ascending expert; -1 without a request
+  const int* stacked;   // [experts]: the place of each in stacked matrices; null: its number
+  int* use;             // [2, experts]: rows that chose each, launches that read a place; or null
+  float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 3
+  float2* chosen;       // [n, top_k]: a place in stacked matrices, as bits, and its weight
+  int* counts;          // [bands, experts]: rows of a band by place, of more than kMaxRows rows
+  int* arrivals;        // [bands + 1], zeros before and after
+  int n, hidden, experts, top_k;
+  int band_rows;        // of a CTA
+  int groups, top_groups;
+  int sigmoid, renormalized;
+  float scale;
+};
+
+// What a row chose: a place in stacked matrices, -1 in rows without a request, and the weight.
+struct Choice {
+  int place;
+  float weight;
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
+__device__ __forceinline__ int part_count(const RouteArgs& args) {
+  return ceil_div(args.hidden, ROUTE_COLS);
+}
+__device__ __forceinline__ int band_count(const RouteArgs& args) {
+  return ceil_div(args.n, args.band_rows);
+}
