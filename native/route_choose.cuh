@@ -107,14 +107,14 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     if (args.groups > 1 && exists(i)) by[32 * i + lane] = scores[i] + bias[i];
   }
   if (args.groups > 1) {
-    __syncwarp();
+    sync_warp();
     const int size = experts / args.groups;
     const uint32_t open = best_groups(args, by, size);
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
       if (!(open >> min((32 * i + lane) / size, 31) & 1)) keys[i] = 0;
     }
-    __syncwarp();  // the next row uses `by` again
+    sync_warp();  // the next row uses `by` again
   }
   uint32_t picked = 0;  // bit i: expert 32 i + lane
   for (int k = 0; k < args.top_k; k++) {

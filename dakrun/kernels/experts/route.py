@@ -123,9 +123,9 @@ def route(
     int32 [E], has the place of each expert in stacked matrices, by default its number. The launch
     adds to `use`, int32 [2, E], the rows that chose each expert, and 1 to each place that any did.
     With `pdl` it may start before its predecessor ends; a successor may start before `out` is
-    complete. More than ROUTER_MAX_ROWS rows take two launches. Returns `out`, which has room for N rows of H columns.
-    Raises ValueError if an operand has the wrong shape, dtype, device or alignment, or for more
-    experts, choices or groups than the kernel takes.
+    complete. More than ROUTER_MAX_ROWS rows take two launches. Returns `out`, which has room for N
+    rows of H columns. Raises ValueError if an operand has the wrong shape, dtype, device or
+    alignment, or for more experts, choices or groups than the kernel takes.
     """
     if x.dtype not in operands.DTYPES or x.dim() != 2 or not x.numel() or x.shape[1] % CHUNK:
         raise ValueError(
