@@ -13,7 +13,7 @@ from rich.console import Console
 from dakrun.cli import main
 from dakrun.config import Dtype, Workload
 from dakrun.demo import MODEL, task
-from dakrun.errors import CannotRun
+from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import (
     ComputeRate,
     HardwareProfile,
@@ -174,7 +174,9 @@ def test_refused_before_anything_is_measured(
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "taken.toml").mkdir()
     result = run("profile", "--quick", "-o", str(tmp_path / "taken.toml"))
-    assert result.exit_code == 2 and "taken.toml: Is a directory" in result.stderr
+    assert result.exit_code == 2 and "taken.toml: is a folder" in result.stderr
+    with pytest.raises(UsageError, match=r"taken.toml: Is a directory"):
+        save_profile(load_profile("cpu"), tmp_path / "taken.toml")
     assert [file.name for file in tmp_path.iterdir()] == ["taken.toml"]
 
 
