@@ -17,7 +17,7 @@ from dakrun.kernels.runtime import card_of
 from dakrun.lab.bench.kernel_sweep import KernelSweep, kernel_row
 from dakrun.lab.cases import Case, Weight, buffer_bytes, forecast
 from dakrun.lab.ceilings import FULL, Effort
-from dakrun.lab.chains import CHAINS, GemmChains
+from dakrun.lab.chains import CHAINS, Chains, GemmChains
 from dakrun.lab.memory import Room, measure_ceilings
 from dakrun.lab.output import Record, head
 from dakrun.launches import TierAccess
@@ -33,9 +33,7 @@ def measure_kernel(
     """Measure the ceilings and then all cases of `sweep` on torch's current GPU.
 
     A time is the median of all replays. `profile` gives the predictions and the SMs and window for
-    the remote tier. Cases that differ in their ratio alone share one baseline measurement. One
-    ablation reads without the congestion window (as many stages as shared memory holds), the other
-    without wave alignment (largest groups of row blocks, so that waves are uneven). Raises
+    the remote tier. Cases that differ in their ratio alone share one baseline measurement. Raises
     CannotRun if memory is short or no kernel supports the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
@@ -62,29 +60,38 @@ def measure_kernel(
             for case in (first, *others):
                 predicted_s, access = accesses(case, profile, list(ceilings.rates)[1:], card)
                 samples, by = chains.kernel(case, access)
-                off: dict[str, float | None] = {}
-                if sweep.ablations:
-                    deep = [replace(tier, window_bytes=None) for tier in access]
-                    uneven = replace(card, even_waves=False)
-                    off["window_off_s"] = (
-                        statistics.median(chains.kernel(case, deep)[0]) if case.ratio else None
-                    )
-                    off["alignment_off_s"] = statistics.median(
-                        chains.kernel(case, access, uneven)[0]
-                    )
+                off = _without(chains, case, access, card) if sweep.ablations else {}
                 rows.append(kernel_row(
                     case, samples, by, bound_s=ceilings.seconds(case.tier_bytes),
                     predicted_s=predicted_s, baseline_s=baseline_s, **off,
                 ))  # fmt: skip
                 time, share = rows[-1]["time_s"], rows[-1]["bound_over_time"]
-                progress(f"{label} {case.ratio:.2%} remote: {format_seconds(time)}, "
-                         f"{share:.1%} of the ceiling")  # fmt: skip
+                progress(
+                    f"{label} {case.ratio:.2%} remote: {format_seconds(time)}, "
+                    f"{share:.1%} of the ceiling"
+                )
     subject = {"kernel": operand.kernel}
     return Record(
         head=head(subject, sweep.dtype, ceilings, profile, command),
         columns=sweep.columns,
         rows=tuple(rows),
     )
+
+
+def _without(
+    chains: Chains, case: Case, access: Sequence[TierAccess], card: Card
+) -> dict[str, float | None]:
+    """Times without two techniques.
+
+    Without the congestion window, where remote units are read, there are as many stages as shared
+    memory holds; without wave alignment groups of row blocks are largest, so that waves are uneven.
+    """
+    window_off_s = None
+    if case.ratio:
+        deep = [replace(tier, window_bytes=None) for tier in access]
+        window_off_s = statistics.median(chains.kernel(case, deep)[0])
+    uneven, _ = chains.kernel(case, access, replace(card, even_waves=False))
+    return {"window_off_s": window_off_s, "alignment_off_s": statistics.median(uneven)}
 
 
 def accesses(
