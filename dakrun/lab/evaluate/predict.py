@@ -128,9 +128,9 @@ def shortage(point: StepPoint, scope: Scope) -> str:
     has.append(scope.profile.tier(name).capacity_bytes)
     needed = [sum(plan.memory(tier).values()) for tier in range(len(plan.tiers))]
     if point.ratio is None:
-        return f"needs {_gb(sum(needed))}: HBM and {name} have {_gb(sum(has))}"
+        return f"needs {_gb(sum(needed))}: {scope.near} and {name} have {_gb(sum(has))}"
     tier = 0 if needed[0] > has[0] else 1
-    where = ("HBM", f"{name} memory")[tier]
+    where = (scope.near, f"{name} memory")[tier]
     return f"needs {_gb(needed[tier])} of {where}: there are {_gb(has[tier])}"
 
 

@@ -1,8 +1,8 @@
 """Decode steps and whole files of dakrun's own models, measured through dakrun.LLM."""
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -48,13 +48,7 @@ class Steps:
             name=self.names[point.model],
             config=self.scope.models[point.model],
             load_format="dummy",
-            format="auto",
             policy=Policy(hbm_budget=point.hbm_budget, remote=(point.remote,)),
-            rival=None,
-            batch_sizes=(point.batch_size,),
-            ratios=(asked.ratio,),
-            transports=(asked.transport,),
-            strategies=(asked.strategy,),
             prompt_len=point.prompt_len,
             new_tokens=point.new_tokens,
         )
@@ -66,24 +60,20 @@ class Steps:
             ceilings=self._ceilings_of(point.remote),
             rounds=1 if self.scope.quick else None,
         )
-        with self._card(point.without):
+        with ExitStack() as stack:
+            if point.without:  # launches follow their plan, but do without the techniques
+                stack.enter_context(held_to(ablated(card_of(self.device), point.without)))
             row, plan = bench.run(asked)
+        same = ("limit_s", "ratio", "weight_bytes", "tokens_per_s")
         return Result(
             source="measured",
             seconds=row["step_s"],
             predicted_s=None if point.without else row["predicted_s"],
-            limit_s=row["limit_s"],
-            ratio=row["ratio"],
             required_ratio=plan.required_ratio,
-            weight_bytes=row["weight_bytes"],
             read_bytes=row["remote_read_bytes"] + row["hbm_read_bytes"],
             remote_bytes=row["remote_read_bytes"],
-            tokens_per_s=row["tokens_per_s"],
+            **{name: row[name] for name in same},
         )
-
-    def _card(self, without: Sequence[str]) -> AbstractContextManager[None]:
-        """Launches follow their plan, but do without the techniques `without`."""
-        return held_to(ablated(card_of(self.device), without)) if without else nullcontext()
 
     def _ceilings_of(self, remote: str) -> Ceilings:
         """The ceilings of HBM and of one remote tier; the profile's if it was not measured."""

@@ -50,8 +50,11 @@ class Ratios(Figure):
             Entry(rival, 100 * ratio, scope.step(model, batch, ratio, by=rival), rank)
             for rival, ratio, rank in self.rivals(scope)
         ]
-        names = "ideal: HBM and link together", "bound of prefetching: all bytes through HBM"
-        lines = list(zip(names, bounds(model, batch, scope), strict=True))
+        names = "ideal: {} and link together", "bound of prefetching: all bytes through {}"
+        lines = [
+            (name.format(scope.near), bound)
+            for name, bound in zip(names, bounds(model, batch, scope), strict=True)
+        ]
         eb, step = (
             replace(quantity, lines=[
                 Series(name=name, kind="line", points=[(x, scale * of[which]) for x, *of in bound])
