@@ -67,8 +67,15 @@ class Ratios(Figure):
                      shown=[eb, near, step], entries=entries)  # fmt: skip
 
     def rivals(self, scope: Scope) -> Iterator[tuple[str, float, int]]:
-        """(rival, ratio, rank)."""
-        return iter(())
+        """(rival, ratio, rank): all in HBM for transformers, a few ratios for those that offload.
+
+        None with many rows in a quick run.
+        """
+        few = [0.1] if scope.quick else [0.1, 0.3, 0.6]
+        ratios = {"transformers": [0.0], "prefetch": [x for x in scope.some_ratios() if x]}
+        for rival in scope.rivals if self.batch_size < 64 or not scope.quick else []:
+            for ratio in ratios.get(rival, few):
+                yield rival, ratio, 1 if rival == "prefetch" else 2
 
     def sentences(self, data: FigureData) -> Iterator[str]:
         near = data.scope.near
@@ -155,14 +162,6 @@ class SmallBatch(Ratios):
         "of OPT-30B at a ratio of 10% 3.3 TB/s on GH200. Here, the largest gains:"
     )
     batch_size = 8
-
-    def rivals(self, scope: Scope) -> Iterator[tuple[str, float, int]]:
-        """All in HBM for transformers; a few ratios for those that offload."""
-        few = [0.1] if scope.quick else [0.1, 0.3, 0.6]
-        ratios = {"transformers": [0.0], "prefetch": [x for x in scope.some_ratios() if x]}
-        for rival in scope.rivals:
-            for ratio in ratios.get(rival, few):
-                yield rival, ratio, 1 if rival == "prefetch" else 2
 
     def here(self, data: FigureData) -> Iterator[str]:
         most: dict[str, list[float]] = {}
