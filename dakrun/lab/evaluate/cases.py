@@ -11,13 +11,11 @@ from dakrun.geometry import SPLITK_MAX_ROWS, TILED_MAX_ROWS
 from dakrun.hardware import Card
 from dakrun.lab.cases import Case, Forecast, Operand, Slots, Weight, forecast
 from dakrun.lab.ceilings import FULL, Effort
-from dakrun.lab.evaluate.points import AttentionPoint, ProductPoint
+from dakrun.lab.evaluate.points import AttentionPoint, OpPoint, ProductPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.launches import TierAccess, kernel_for, tiled_config
 from dakrun.plan import Policy
 from dakrun.units import ceil_div
-
-OpPoint = ProductPoint | AttentionPoint
 
 
 def remote_names(scope: Scope, remote: str) -> tuple[str, ...]:
@@ -36,6 +34,7 @@ def case_of(scope: Scope, point: OpPoint, effort: Effort = FULL) -> Case:
         heads = model.num_heads, model.num_kv_heads
         operand = Slots(point.batch_size, *heads, point.length, head_dim=model.head_dim)
     else:
+        assert isinstance(point, ProductPoint)
         ops = {op.name: op for op in scope.ops(point.model, batch_size=point.n, prompt_len=1)}
         if point.op not in ops:
             hint = f"it has: {', '.join(ops)}"

@@ -15,8 +15,8 @@ from dakrun.lab.bench.kernel import accesses, windowed
 from dakrun.lab.cases import Weight
 from dakrun.lab.ceilings import FULL, HBM_RING, Effort, ring_for
 from dakrun.lab.chains import CHAINS, GemmChains
-from dakrun.lab.evaluate.cases import OpPoint, ablated, case_of, link_reads, remote_names
-from dakrun.lab.evaluate.points import ProductPoint, ReadPoint, Result
+from dakrun.lab.evaluate.cases import ablated, case_of, link_reads, remote_names
+from dakrun.lab.evaluate.points import OpPoint, ProductPoint, ReadPoint, Result
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.memory import Room, fill_random, reader
 

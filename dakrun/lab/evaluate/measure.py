@@ -17,9 +17,9 @@ from dakrun.engine import gpu_errors
 from dakrun.errors import DakrunError, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL
 from dakrun.lab.ceilings import FULL, Ceilings
-from dakrun.lab.evaluate.cases import OpPoint, remote_names
+from dakrun.lab.evaluate.cases import remote_names
 from dakrun.lab.evaluate.on_cpu import op_on_cpu
-from dakrun.lab.evaluate.points import FilePoint, Point, ReadPoint, Result, StepPoint
+from dakrun.lab.evaluate.points import FilePoint, OpPoint, Point, ReadPoint, Result, StepPoint
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.rivals import rival
 from dakrun.lab.evaluate.scope import Scope

@@ -52,29 +52,31 @@ class StepPoint(Point):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductPoint(Point):
-    """X [n, K] times the weight of the linear op `op` of `model`, `ratio` of its rows remote."""
+class OpPoint(Point):
+    """A single op of a layer of `model`, `ratio` of its operand remote."""
 
-    kind = "product"
     model: str
-    op: str
-    n: int
     ratio: float
     remote: str = "host"
     without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionPoint(Point):
-    """Decode attention of a layer of `model`: `batch_size` slots of `length` positions each."""
+class ProductPoint(OpPoint):
+    """X [n, K] times the weight of the linear op `op`."""
+
+    kind = "product"
+    op: str
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPoint(OpPoint):
+    """Decode attention: `batch_size` slots of `length` positions each."""
 
     kind = "attention"
-    model: str
     batch_size: int
     length: int
-    ratio: float
-    remote: str = "host"
-    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +133,9 @@ class Result:
     @property
     def eb(self) -> float | None:
         """Effective bandwidth in bytes/s: weight bytes over the step's time."""
-        if not self.seconds or not self.weight_bytes:
-            return None
-        return self.weight_bytes / self.seconds
+        return self.weight_bytes / self.seconds if self.seconds and self.weight_bytes else None
 
     @property
     def rate(self) -> float | None:
         """Bytes read over the time."""
-        if not self.seconds or not self.read_bytes:
-            return None
-        return self.read_bytes / self.seconds
+        return self.read_bytes / self.seconds if self.seconds and self.read_bytes else None

@@ -1,25 +1,29 @@
 """Results of points from the planner and its cost model alone; needs no GPU."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, DakrunError
 from dakrun.geometry import FEW_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.lab.cases import forecast
-from dakrun.lab.evaluate.cases import (
+from dakrun.lab.evaluate.cases import ablated, case_of, foreseen, link_reads, remote_names
+from dakrun.lab.evaluate.points import (
+    FilePoint,
     OpPoint,
-    ablated,
-    case_of,
-    foreseen,
-    link_reads,
-    remote_names,
+    Point,
+    ProductPoint,
+    ReadPoint,
+    Result,
+    StepPoint,
 )
-from dakrun.lab.evaluate.points import FilePoint, Point, ProductPoint, ReadPoint, Result, StepPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import ExpectedRun, Links, Plan, Policy, choose_batch_size, is_windowed, make_plan
+from dakrun.plan.roofline import bytes_in_flight
 from dakrun.requests import RowLengths
 
 ROOM = 10**15  # bytes
@@ -47,21 +51,26 @@ def short(problem: str) -> Result:
     return Result(source="predicted", problem=problem, short_of_memory=True)
 
 
+def _predicted(seconds: float, **more: Any) -> Result:
+    return Result(source="predicted", seconds=seconds, **{"predicted_s": seconds, **more})
+
+
 def of_plan(plan: Plan, batch_size: int) -> Result:
     """The figures of a plan."""
     tiers = range(len(plan.tiers))
-    return Result(
-        source="predicted",
-        seconds=plan.predicted_s,
-        predicted_s=plan.predicted_s,
+    return _predicted(
+        plan.predicted_s,
         limit_s=plan.bound_s,
-        ratio=plan.ratio,
-        required_ratio=plan.required_ratio,
-        weight_bytes=plan.weight_bytes,
         read_bytes=sum(map(plan.read_bytes, tiers)),
         remote_bytes=sum(map(plan.read_bytes, tiers[1:])),
         tokens_per_s=batch_size / plan.predicted_s,
+        **_of_both(plan),
     )
+
+
+def _of_both(plan: Plan) -> dict[str, float]:
+    """Figures of a plan that do not depend on what runs by it."""
+    return {name: getattr(plan, name) for name in ("ratio", "required_ratio", "weight_bytes")}
 
 
 def _step(point: StepPoint, scope: Scope) -> Result:
@@ -153,15 +162,11 @@ def _prefetch(point: StepPoint, scope: Scope) -> Result:
     (name,) = remote_names(scope, point.remote)
     copies = copied / Links.of(machine, (name,)).staged[name]
     seconds = max(resident.predicted_s, copies)
+    rate = point.batch_size / seconds
     return replace(
-        of_plan(resident, point.batch_size),
-        seconds=seconds,
-        predicted_s=seconds,
-        limit_s=max(resident.bound_s, copies),
-        ratio=ratio,
-        remote_bytes=copied,
-        tokens_per_s=point.batch_size / seconds,
-    )
+        of_plan(resident, point.batch_size), seconds=seconds, predicted_s=seconds, ratio=ratio,
+        limit_s=max(resident.bound_s, copies), remote_bytes=copied, tokens_per_s=rate,
+    )  # fmt: skip
 
 
 def _op(point: OpPoint, scope: Scope) -> Result:
@@ -175,15 +180,15 @@ def _op(point: OpPoint, scope: Scope) -> Result:
         seconds = forecast(case, bare.profile, (name,), planned.sms).seconds
     if is_product:
         seconds = max(seconds, crossing / scope.profile.tier(name).direct_bytes_per_s)
-    return Result(
-        source="predicted",
-        seconds=seconds,
-        predicted_s=None if {"window", "alignment"} & {*point.without} else seconds,
+    new = {"predicted_s": None} if {"window", "alignment"} & {*point.without} else {}
+    return _predicted(
+        seconds,
         ratio=case.ratio,
         weight_bytes=case.read_bytes if is_product else None,
         read_bytes=local + remote,
         remote_bytes=remote,
         link_bytes=crossing,
+        **new,
     )
 
 
@@ -195,16 +200,12 @@ def _read(point: ReadPoint, scope: Scope) -> Result:
     machine = scope.profile
     (name,) = remote_names(scope, point.remote)
     tier, model = machine.tier(name), machine.kernel_model
-    needed = (
-        tier.window_bytes
-        if is_windowed(tier, machine.card)
-        else tier.direct_bytes_per_s * model.link_latency_seconds
-    )
+    filled = min(1.0, point.in_flight / bytes_in_flight(tier, machine))
     local = Links.of(machine, (name,)).direct[LOCAL]
     saturating = max(1.0, model.saturating_sms * machine.sms)
     return Result(
         source="predicted",
-        remote_bytes_per_s=tier.direct_bytes_per_s * min(1.0, point.in_flight / needed),
+        remote_bytes_per_s=tier.direct_bytes_per_s * filled,
         hbm_bytes_per_s=local * min(1.0, point.hbm_sms / saturating),
     )
 
@@ -212,10 +213,8 @@ def _read(point: ReadPoint, scope: Scope) -> Result:
 def lengths(point: FilePoint) -> list[RowLengths]:
     """Prompts and completions of the file's requests, uniform from 1 with a fixed seed."""
     draw = random.Random(0)
-    return [
-        RowLengths(draw.randint(1, point.longest), draw.randint(1, point.longest))
-        for _ in range(point.requests)
-    ]
+    sizes = (draw.randint(1, point.longest) for _ in range(2 * point.requests))
+    return list(itertools.starmap(RowLengths, zip(sizes, sizes, strict=True)))
 
 
 def _file_plan(point: FilePoint, rows: list[RowLengths], scope: Scope) -> Plan:
@@ -224,21 +223,12 @@ def _file_plan(point: FilePoint, rows: list[RowLengths], scope: Scope) -> Plan:
     workload = Workload(
         batch_size=1, prompt_len=mean, new_tokens=mean, max_model_len=2 * point.longest
     )
-    chosen = choose_batch_size(
-        model, workload, scope.profile, policy, limit=point.requests, run=run
-    )
+    asked = model, workload, scope.profile, policy
+    chosen = choose_batch_size(*asked, limit=point.requests, run=run)
     return make_plan(model, chosen, scope.profile, policy, run=run)
 
 
 def of_file(plan: Plan, rows: list[RowLengths]) -> Result:
     """The predicted run of `rows` with `plan`."""
     run = ExpectedRun(rows).forecast(plan)
-    return Result(
-        source="predicted",
-        seconds=run.seconds,
-        predicted_s=run.seconds,
-        ratio=plan.ratio,
-        required_ratio=plan.required_ratio,
-        weight_bytes=plan.weight_bytes,
-        tokens_per_s=run.tokens_per_s,
-    )
+    return _predicted(run.seconds, tokens_per_s=run.tokens_per_s, **_of_both(plan))

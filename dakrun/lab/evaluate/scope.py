@@ -81,22 +81,17 @@ class Scope:
         common = {"new_tokens": self.new_tokens, "remote": self.remote}
         return StepPoint(model=model, batch_size=batch_size, ratio=ratio, **{**common, **more})
 
-    def product(
-        self, model: str, op: str, n: int, ratio: float, without: tuple[str, ...] = ()
-    ) -> ProductPoint:
+    def product(self, model: str, op: str, n: int, ratio: float, **more: Any) -> ProductPoint:
         """A product of `model` with this scope's remote tier."""
-        return ProductPoint(
-            model=model, op=op, n=n, ratio=ratio, remote=self.remote, without=without
-        )
+        where = {"model": model, "ratio": ratio, "remote": self.remote, **more}
+        return ProductPoint(op=op, n=n, **where)
 
     def attention(
-        self, model: str, slots: int, length: int, ratio: float, without: tuple[str, ...] = ()
+        self, model: str, slots: int, length: int, ratio: float, **more: Any
     ) -> AttentionPoint:
         """Attention of `model` with this scope's remote tier."""
-        return AttentionPoint(
-            model=model, batch_size=slots, length=length, ratio=ratio, remote=self.remote,
-            without=without,
-        )  # fmt: skip
+        where = {"model": model, "ratio": ratio, "remote": self.remote, **more}
+        return AttentionPoint(batch_size=slots, length=length, **where)
 
     def ops(self, model: str, *, batch_size: int, prompt_len: int = 32) -> tuple[Op, ...]:
         """The ops of a decode step of `model`, whether it fits or not."""
@@ -121,9 +116,5 @@ class Scope:
         return make_plan(self.models[point.model], workload, self.profile, policy)
 
     def _workload(self, batch_size: int, prompt_len: int, new_tokens: int) -> Workload:
-        return Workload(
-            batch_size=batch_size,
-            prompt_len=prompt_len,
-            new_tokens=new_tokens,
-            max_model_len=prompt_len + new_tokens,
-        )
+        sizes = {"batch_size": batch_size, "prompt_len": prompt_len, "new_tokens": new_tokens}
+        return Workload(**sizes, max_model_len=prompt_len + new_tokens)

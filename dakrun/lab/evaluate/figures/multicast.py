@@ -50,7 +50,7 @@ class ByRows(Figure):
         }
 
         def entry(model: str, op: str, series: str, n: int) -> Entry:
-            point = scope.product(model, op, n, 1.0, SERIES[series])
+            point = scope.product(model, op, n, 1.0, without=SERIES[series])
             return Entry(series, n, point, self.first + (n not in (512, 1024)))
 
         return [
