@@ -6,6 +6,7 @@ Knows figures and their results; measures nothing.
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from dakrun.lab.evaluate import svg
@@ -13,10 +14,10 @@ from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
 from dakrun.lab.evaluate.figures import Figure
 from dakrun.lab.evaluate.points import Result
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.lab.evaluate.style import STYLE
 from dakrun.lab.evaluate.tables import ceilings
 from dakrun.units import format_rate
 
+STYLE = Path(__file__).with_name("page.css")
 COLUMNS = ("panel", "series", "x", "source", "time (us)", "predicted (us)", "ratio (%)", "note")
 LEGEND = (
     "Filled markers and bars are measured, hollow ones with dashed lines predicted. Hollow markers "
@@ -43,7 +44,7 @@ def page(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
-<style>{STYLE}</style>
+<style>{STYLE.read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <header>
