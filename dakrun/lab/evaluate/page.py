@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from dakrun.lab.evaluate import svg
@@ -17,13 +18,8 @@ from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.evaluate.tables import ceilings
 from dakrun.units import format_rate
 
-STYLE = Path(__file__).with_name("page.css")
+PAGE = Path(__file__).with_name("page.html")
 COLUMNS = ("panel", "series", "x", "source", "time (us)", "predicted (us)", "ratio (%)", "note")
-LEGEND = (
-    "Filled markers and bars are measured, hollow ones with dashed lines predicted. Hollow markers "
-    "without a line are points that have no time, with the reason. Lines without markers are "
-    "bounds."
-)
 
 
 def page(
@@ -31,37 +27,17 @@ def page(
 ) -> str:
     """The whole file. `data` has the results by figure name, `run` what run.json has."""
     shown = [figure for figure in figures if figure.name in data]
-    parts = "\n".join(section(figure, data[figure.name], run) for figure in shown)
     links = " · ".join(
         f'<a href="#{of.name}">{escape(of.title.partition(":")[0])}</a>' for of in shown
     )
-    title = escape(f"The evaluation of DAK on {scope.profile.device_name}")
     known = {e.point.key: (e, of.of(e)) for of in data.values() for e in of.entries}
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{STYLE.read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-<p>Every figure of the paper on direct access to weights across memory tiers (Lin, Guo, Lin 2026),
-made again with dakrun, beside the paper's claim.</p>
-{warning(scope, [result for _, result in known.values()])}
-{facts(scope, known.values(), run)}
-<p class="legend">{LEGEND}</p>
-<nav>{links}</nav>
-</header>
-<main>
-{parts}
-</main>
-</body>
-</html>
-"""
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(
+        title=escape(f"The evaluation of DAK on {scope.profile.device_name}"),
+        warning=warning(scope, [result for _, result in known.values()]),
+        facts=facts(scope, known.values(), run),
+        links=links,
+        sections="\n".join(section(figure, data[figure.name], run) for figure in shown),
+    )
 
 
 def warning(scope: Scope, points: Sequence[Result | None]) -> str:
