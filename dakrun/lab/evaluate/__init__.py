@@ -1,8 +1,8 @@
 """`dakrun evaluate`: the figures of the DAK paper on this machine, or from a plan, as a page.
 
-figures/ says which points a figure has (charts.py) and what its results mean. predict.py and measure.py find
-results of points, store.py keeps them, run.py goes through them and writes the page (page.py, with
-pictures by svg.py). Importing this imports no torch.
+figures/ says which points a figure has, how charts.py draws them, and what their results mean.
+predict.py and measure.py find results of points, store.py keeps them, run.py goes through them and
+writes the page (page.py, with pictures by svg.py). Importing this imports no torch.
 """
 
 from dakrun.lab.evaluate.run import Evaluation, evaluate
