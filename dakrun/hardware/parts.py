@@ -253,6 +253,10 @@ class Sweep:
         at = self.columns.index(name)
         return tuple(row[at] for row in self.rows)
 
+    def points(self, *names: str) -> list[tuple[float, ...]]:
+        """The values under `names`, row after row; KeyError where there is no such column."""
+        return list(zip(*map(self.column, names), strict=True))
+
 
 def _around(ns: Sequence[int], n: int) -> tuple[int, int]:
     """Indices of the two neighbours of `n` in ascending `ns`; both the same outside its range."""

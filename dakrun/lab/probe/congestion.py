@@ -78,7 +78,7 @@ def op_costs(sweep: Sweep, rate: Callable[[int], float]) -> OpCosts:
     `rate` gives bytes/s by rows. The sweep needs the columns "n", "op_bytes" and "op_s", and at
     least two sizes for every n.
     """
-    points = list(zip(*map(sweep.column, ("n", "op_bytes", "op_s")), strict=True))
+    points = sweep.points("n", "op_bytes", "op_s")
     rows = sorted({int(n) for n, *_ in points})
     found = []
     for n in rows:

@@ -172,8 +172,8 @@ class GpuProbe:
             found["multicast"] = (cast, "multicast to 8")
         for kind, (sweep, name) in found.items():
             self.sweeps[f"{tier} {kind}"] = sweep
-            delivered, scatter = sweep.column("delivered_bytes_per_s"), sweep.column("spread")
-            log.keep(f"{tier}, {name}", "B/s", delivered[-1], scatter[-1], bench.effort.runs)
+            *_, (delivered, scatter) = sweep.points("delivered_bytes_per_s", "spread")
+            log.keep(f"{tier}, {name}", "B/s", delivered, scatter, bench.effort.runs)
         return RemoteTier(
             name=tier,
             capacity_bytes=capacity,
@@ -241,9 +241,8 @@ class GpuProbe:
         self.sweeps[kind] = sweep
         found = congestion.op_costs(sweep, rate or (lambda _: self.hbm_rate))
         runs = self.bench.effort.runs
-        spreads = list(zip(sweep.column("n"), sweep.column("spread"), strict=True))
         for n, seconds, efficiency in zip(found.rows, found.seconds, found.efficiency, strict=True):
-            worst = max(spread for rows, spread in spreads if rows == n)
+            worst = max(spread for rows, spread in sweep.points("n", "spread") if rows == n)
             self.log.keep(f"{kind} fixed cost N={n}", "s", seconds, worst, runs)
             self.log.keep(f"{kind} efficiency N={n}", "", efficiency, worst, runs)
         return found

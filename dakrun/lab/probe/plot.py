@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dakrun.hardware import HardwareProfile, Sweep
+from dakrun.hardware import HardwareProfile
 from dakrun.lab.panel import Panel, Series
 from dakrun.lab.png import draw as draw_panel
 from dakrun.lab.png import png
@@ -45,9 +45,8 @@ def curves(profile: HardwareProfile) -> dict[str, list[tuple[float, float]]]:
         sizes[tier.name] = (f"{tier.name} direct", ("sms", "chunk_bytes", "stages"))
     for label, (name, factors) in sizes.items():
         if name in profile.sweeps:
-            sweep = profile.sweeps[name]
-            products = map(math.prod, zip(*map(sweep.column, factors), strict=True))
-            found[label] = sorted(zip(products, sweep.column("bytes_per_s"), strict=True))
+            points = profile.sweeps[name].points(*factors, "bytes_per_s")
+            found[label] = sorted((math.prod(sizes), rate) for *sizes, rate in points)
     return {label: points for label, points in found.items() if points}
 
 
@@ -62,12 +61,10 @@ def best_by_doubling(points: Iterable[tuple[float, float]]) -> list[tuple[float,
 
 def chains(profile: HardwareProfile) -> dict[bool, list[tuple[float, float]]]:
     """(bytes of an op, fraction of HBM's rate) in chains of ops; True: with PDL."""
-    sweep = profile.sweeps.get("chain", Sweep(columns=(), rows=()))
-    if not sweep.rows:
+    if (sweep := profile.sweeps.get("chain")) is None:
         return {}
     found: dict[bool, list[tuple[float, float]]] = {}
-    columns = map(sweep.column, ("overlap", "op_bytes", "bytes_per_s"))
-    for pdl, size, rate in zip(*columns, strict=True):
+    for pdl, size, rate in sweep.points("overlap", "op_bytes", "bytes_per_s"):
         found.setdefault(bool(pdl), []).append((size, rate / profile.hbm_bytes_per_s))
     return {kind: sorted(found[kind]) for kind in sorted(found, reverse=True)}
 

@@ -116,7 +116,7 @@ def grid(tier: RemoteTier, sweep: Sweep) -> Grid:
     """The grid of a congestion sweep with at least one row; repeated points keep their best."""
     total: dict[Cell, float] = {}
     columns = ("sms", "in_flight_bytes", "remote_bytes_per_s", "hbm_bytes_per_s")
-    for sms, in_flight, remote, hbm in zip(*map(sweep.column, columns), strict=True):
+    for sms, in_flight, remote, hbm in sweep.points(*columns):
         point = round(sms), round(in_flight)
         total[point] = max(remote + hbm, total.get(point, 0.0))
     wanted = tier.sms, tier.window_bytes
