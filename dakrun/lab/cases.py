@@ -12,23 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dakrun import plan
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
 from dakrun.formats import PACKED16, KVLayout
 from dakrun.geometry import CHUNK, KV_BLOCK, MAX_GROUP_HEADS, row_block_count
 from dakrun.hardware import HardwareProfile
 from dakrun.lab.ceilings import Effort
-from dakrun.plan import (
-    Links,
-    Op,
-    attention_op,
-    bound_times,
-    compute_time,
-    launch_times,
-    linear_op,
-    predicted_time,
-    sms_by_tier,
-)
 from dakrun.units import ceil_div
 
 TURNING_POINT: Literal["turning-point"] = "turning-point"
@@ -86,10 +76,10 @@ class Weight:
         """Bytes that a launch reads of each tier's units, `counts` of them."""
         return tuple(count * self.unit_bytes(dtype) for count in counts)
 
-    def op(self, dtype: Dtype) -> Op:
+    def op(self, dtype: Dtype) -> plan.Op:
         """The planner's description of the launch."""
         shape = (self.rows, self.cols)
-        return linear_op(str(self), shape, n=self.n, element_bytes=DTYPE_BYTES[dtype])
+        return plan.linear_op(str(self), shape, n=self.n, element_bytes=DTYPE_BYTES[dtype])
 
     def figures(self) -> dict[str, Any]:
         """The first figures of a row."""
@@ -161,11 +151,11 @@ class Slots:
         position, lengths = self.unit_bytes(dtype) // self.positions, iter(self.lengths)
         return tuple(position * sum(itertools.islice(lengths, count)) for count in counts)
 
-    def op(self, dtype: Dtype) -> Op:
+    def op(self, dtype: Dtype) -> plan.Op:
         """Attention to slots of the mean length; its bytes have no padding."""
         layout = KVLayout(self.kv_heads, self.head_dim, DTYPE_BYTES[dtype])
         length = statistics.fmean(self.lengths)
-        return attention_op(
+        return plan.attention_op(
             self.heads, layout, n=self.batch, length=length, positions=self.positions
         )
 
@@ -242,14 +232,14 @@ def forecast(
     The planner chooses the SMs of each tier unless `sms` gives them.
     """
     op = case.operand.op(case.dtype)
-    compute = compute_time(op, profile, case.dtype)
+    compute = plan.compute_time(op, profile, case.dtype)
     ratios = [count / sum(case.units) for count in case.units]
-    lines = Links.of(profile, remote).lines(op.read_bytes, compute)
-    kernel, link = bound_times(lines, ratios)
-    sms = sms or sms_by_tier(op, [case.units], compute, max(kernel, link), profile, remote)
-    launched = launch_times(op, case.units, sms, compute, profile, remote)
+    lines = plan.Links.of(profile, remote).lines(op.read_bytes, compute)
+    kernel, link = plan.bound_times(lines, ratios)
+    sms = sms or plan.sms_by_tier(op, [case.units], compute, max(kernel, link), profile, remote)
+    launched = plan.launch_times(op, case.units, sms, compute, profile, remote)
     kernel, link = max(kernel, launched[0]), max(link, launched[1])
-    return Forecast(predicted_time(op, kernel, profile, link=link), sms)
+    return Forecast(plan.predicted_time(op, kernel, profile, link=link), sms)
 
 
 def remote_units(units: int, requested: Ratio, turning_point: float) -> int:

@@ -6,20 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.lab.panel import Panel
-from dakrun.plan.show.picture import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    caption,
-    new_figure,
-    save,
-)
+from dakrun.plan.show import picture
 
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+COLOURS = [
+    *(picture.BLUE, picture.VERMILION, picture.GREEN),
+    *(picture.ORANGE, picture.PURPLE, picture.SKY),
+]
 MARKERS = "os^DvP"
 DASHES = {"measured": "-", "predicted": "--", "line": "--", "missing": ""}
 
@@ -37,7 +29,7 @@ def png(
     """
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = new_figure(6.8 * columns + 0.6, 5.0 * rows + 0.6)
+    figure = picture.new_figure(6.8 * columns + 0.6, 5.0 * rows + 0.6)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     layout = figure.add_gridspec(rows, 2 * columns)
     for number, panel in enumerate(panels):
@@ -47,7 +39,7 @@ def png(
         axes = figure.add_subplot(layout[row, first : first + 2])
         draw(panel, axes) if isinstance(panel, Panel) else panel(axes)
     figure.suptitle(title, fontsize=12)
-    save(figure, path)
+    picture.save(figure, path)
 
 
 def draw(panel: Panel, axes: Any) -> None:
@@ -58,7 +50,7 @@ def draw(panel: Panel, axes: Any) -> None:
         points = panel.usable(series)
         if not points:
             continue
-        look: dict[str, Any] = {"color": GREY, "lw": 1.0, "zorder": 1}
+        look: dict[str, Any] = {"color": picture.GREY, "lw": 1.0, "zorder": 1}
         if series.kind != "line":
             place = names.index(series.name)
             look = {"color": COLOURS[place % len(COLOURS)], "lw": 1.2, "ms": 5}
@@ -70,4 +62,4 @@ def draw(panel: Panel, axes: Any) -> None:
     for x, text in panel.marks:
         axes.axvline(x, color="black", ls=":", lw=1.1, label=text)
     axes.legend(fontsize=8, framealpha=0.95)
-    caption(axes, panel.title, panel.x, panel.y)
+    picture.caption(axes, panel.title, panel.x, panel.y)
