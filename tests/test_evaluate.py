@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,9 @@ def test_a_figure_alone(tmp_path: Path) -> None:
     ended = run("--predict", "--profile", "gh200", "--quick", "--only", "fig9", "-o", tmp_path)
     assert ended.exit_code == 0, ended.stderr
     assert [path.name for path in tmp_path.glob("*.csv")] == ["fig9.csv"]
+    figure, points, *profile_notes = ended.stderr.splitlines()
+    assert re.fullmatch(r"fig9: \d+ points", figure) and points.endswith("points predicted now")
+    assert not profile_notes
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,29 @@ def test_figures_have_points_and_panels(profile: str, quick: bool) -> None:
         assert figure.data(scope, results_of(figure, scope)).panels(), name
 
 
+def test_cases_of_figures_10_and_14() -> None:
+    for quick in (True, False):
+        names = {
+            chart.name: chart.categories
+            for name in ("fig10", "fig14")
+            for chart in FIGURES[name].charts(scope_of(quick=quick))[:1]
+        }
+        paper = ["8 x 32", "32 x 1,024", "128 x 256", "128 x 512", "128 x 1,024"]
+        many = ["8 x 32", "256 x 1,024", "512 x 512", "512 x 1,024"]
+        wanted = {"opt-30b in 96 GB": paper, "opt-6.7b in 96 GB": many[: 2 if quick else 4]}
+        assert names == wanted
+
+
+def test_a_cpu_has_no_hbm() -> None:
+    scope = scope_of("cpu")
+    for name, data in everything(scope).items():
+        for panel in data.panels():
+            texts = [panel.title, panel.x, panel.y, *panel.categories]
+            texts += [of.name for of in panel.series if name != "fig7"]  # which needs SMs
+            assert not any("HBM" in text for text in texts), (name, panel.title)
+    assert "outside local memory (%)" in scope.outside
+
+
 def test_finding_of_figure_8() -> None:
     direct = [(0.0, 0.010), (5.0, 0.008), (10.0, 0.012), (20.0, 0.030)]
     staged = [(0.0, 0.010), (5.0, 0.010), (10.0, 0.013), (20.0, 0.025)]

@@ -42,7 +42,7 @@ class Capacity(Figure):
         paper = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
         line = Series(name="paper, GH200", kind="line", points=paper)
         ratios = Quantity(
-            "bytes that HBM cannot hold (%)", required, title=": required ratio", only=CHOICE,
+            f"bytes that {scope.near} cannot hold (%)", required, title=": required ratio", only=CHOICE,
             lines=[line] if (model, budget) == (MODEL, ROOM) else [],
             needed=lambda of: bool(of.required_ratio or of.short_of_memory),
         )  # fmt: skip
