@@ -42,8 +42,8 @@ class Capacity(Figure):
         paper = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
         line = Series(name="paper, GH200", kind="line", points=paper)
         ratios = Quantity(
-            f"bytes that {scope.near} cannot hold (%)", required, title=": required ratio", only=CHOICE,
-            lines=[line] if (model, budget) == (MODEL, ROOM) else [],
+            f"bytes that {scope.near} cannot hold (%)", required, title=": required ratio",
+            only=CHOICE, lines=[line] if (model, budget) == (MODEL, ROOM) else [],
             needed=lambda of: bool(of.required_ratio or of.short_of_memory),
         )  # fmt: skip
         shown = [CHOICE] if scope.quick else [CHOICE, COPIED]
