@@ -77,14 +77,20 @@ def engine_of(path: Path, speculation: Speculation, batch: int = 3) -> Engine:
 
 def requests() -> list[Request]:
     generator = torch.Generator().manual_seed(3)
-    kinds: Sequence[dict[str, Any]] = ({}, {"logprobs": 1}, {"temperature": 0.8})
+    kinds: Sequence[dict[str, Any]] = (
+        {},
+        {"logprobs": 1},
+        {"temperature": 0.8},
+        {"presence_penalty": 0.2, "temperature": 0.3},
+        {"repetition_penalty": 1.01},
+    )
     repeated = torch.randint(3, 203, (6,), generator=generator).tolist() * 10
     lengths = (58, 57, 50, 60, 59)
     return [
         Request(
             id=str(i), line=i + 1,
             prompt_ids=tuple(repeated[:n] if i % 2 == 0 else range(9 + i, 9 + i + n)),
-            params=SamplingParams(max_tokens=9 + 3 * i, ignore_eos=True, **kinds[i % 3]),
+            params=SamplingParams(max_tokens=9 + 3 * i, ignore_eos=True, **kinds[i]),
         )
         for i, n in enumerate(lengths)
     ]  # fmt: skip

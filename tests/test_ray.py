@@ -89,6 +89,22 @@ def worker_processes() -> list[int]:
 
 
 @pytest.mark.usefixtures("inside")
+def test_workers_draft(tmp_path: Path) -> None:
+    """Each from its own answers: results are those without drafts."""
+    source, plain, out = (tmp_path / name for name in ("in.jsonl", "plain.jsonl", "out"))
+    source.write_bytes(b"\n".join(sums(40)) + b"\n")
+    assert generate(source, plain).exit_code == 0
+    report = tmp_path / "report.json"
+    flags = ("--ray", "auto", "--workers", "2", "--speculate", "suffix:3", "--report", str(report))
+    run = generate(source, out, *flags)
+    assert run.exit_code == 0, run.output
+    assert by_id(*out.glob("part-*.jsonl")) == by_id(plain)
+    workers = [worker["report"]["drafts"] for worker in json.loads(report.read_text())["workers"]]
+    assert workers and all(drafts["tokens_per_step_and_row"] >= 1 for drafts in workers)
+    assert sum(drafts["accepted_tokens"] for drafts in workers) > 0
+
+
+@pytest.mark.usefixtures("inside")
 def test_results_are_those_of_a_run_without_ray(tmp_path: Path) -> None:
     rows = sums(70)
     rows[30:30] = [b"not JSON", b"", rows[7], b'{"id":"c","prompt":"1+1=","temperature":-1}']

@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 from click.testing import CliRunner
 from rich.console import Console
+from teacher_forced import divergences
 from tiny_tokenizer import make_tokenizer_files
 
 from dakrun import StructuredOutputsParams
@@ -136,7 +137,7 @@ def test_results_are_those_without_drafts_whatever_is_drafted(
         monkeypatch.setattr(runner, "drafter", oracle, raising=True)
         assert run(llm, ragged()) == off
         stats = llm.engine.stats
-    assert stats.preempted > 0 or blocks == "enough room"
+    assert (stats.preempted > 0 and stats.swapped > 0) or blocks == "enough room"
     assert stats.shared_tokens >= 5 * 64
     accepted, drafted = stats.accepted_drafts, stats.drafts
     assert set(drafted) == set(range(6)) and all(accepted[k] < k * drafted[k] for k in range(1, 6))
@@ -191,6 +192,36 @@ def test_what_a_grammar_forces_is_drafted(path: Path) -> None:
     assert found.text == "abcdefghij klmno pqrst" and found.finish_reason == "stop"
     assert len(stats.step_s) < len(found.token_ids) / 2
     assert sum(stats.accepted_drafts.values()) > len(found.token_ids) / 2
+
+
+def test_runs_are_compared_on_the_same_histories(path: Path) -> None:
+    """A token that was changed is the only difference, and how far it is from the best one."""
+    requests = [
+        Request(
+            id=f"r{i}", line=i + 1, prompt_ids=(5, 6, 7, 8 + i) * 3,
+            params=SamplingParams(max_tokens=20, logprobs=20, ignore_eos=True, temperature=heat),
+        )
+        for i, heat in enumerate((0.0, 0.0, 0.8))
+    ]  # fmt: skip
+    with load(path, "off") as llm:
+
+        def again(some: Sequence[Request]) -> dict[str, Completion]:
+            return {one.id: one for one in llm.stream(some) if isinstance(one, Completion)}
+
+        found = again(requests)
+        assert divergences(again, requests, found) == (60, [])
+        assert found["r1"].logprobs is not None
+        place = found["r1"].logprobs[7]
+        other = next(t for t in place.top if t.token_id != place.chosen.token_id)
+        tokens = list(found["r1"].token_ids)
+        tokens[7] = other.token_id
+        history = (*requests[1].prompt_ids, *tokens[:8])
+        rest = replace(requests[1].params, max_tokens=12)
+        behind = again([replace(requests[1], prompt_ids=history, params=rest)])["r1"]
+        changed = replace(found["r1"], token_ids=(*tokens[:8], *behind.token_ids))
+        positions, (one,) = divergences(again, requests, {**found, "r1": changed})
+    assert positions == 60 and one.history == history[:-1]
+    assert one.gap == pytest.approx(place.chosen.logprob - other.logprob)
 
 
 @pytest.mark.parametrize("speculate", ["on", "suffix:99", 3])

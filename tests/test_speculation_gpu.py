@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peers import readable_peer, with_peers
 from teacher_forced import TOP, Divergence, divergences, unit_in_last_place
 from tiny_models import kernel_models, save_half
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dakrun import StructuredOutputsParams
 from dakrun.config import SamplingParams
 from dakrun.demo import MODEL
-from dakrun.engine import Admission, GraphRunner
+from dakrun.engine import Admission, GraphRunner, SwapSpace
 from dakrun.llm import LLM
 from dakrun.plan import Policy
 from dakrun.requests import Completion, Request
@@ -191,6 +192,58 @@ def test_few_blocks_and_other_options(
         results.append(found)  # type: ignore[arg-type]
     equal = sum(results[0][r.id].token_ids == results[1][r.id].token_ids for r in requests)
     assert equal >= 0.8 * len(requests)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_answers_with_forms_that_give_their_blocks_up(
+    swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's model: forms and penalties while requests are preempted; each is as if alone."""
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    form = StructuredOutputsParams(regex="([a-z]{3} ){4,20}")
+    kinds = ({"structured_outputs": form}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.4})
+    params = [SamplingParams(max_tokens=60, **kinds[i % 3]) for i in range(36)]
+    prompts = [f"{word} plus {other} equals" for word in WORDS for other in WORDS]
+    found = []
+    for choice in ("off", "suffix:7"):
+        with LLM(
+            MODEL, device="cuda", batch_size=16, max_model_len=192, expected_prompt=8,
+            expected_tokens=8, speculate=choice,
+        ) as llm:  # fmt: skip
+            space = SwapSpace(llm.engine.runner.cache, 16 * swaps)
+            space.open()
+            space.wait()
+            llm.engine.preemption.swap = space
+            found.append([one.token_ids for one in llm.generate(prompts, params)])
+            stats = llm.engine.stats
+            assert stats.preempted and bool(stats.swapped) == swaps
+            assert choice == "off" or sum(stats.accepted_drafts.values()) > 0
+    equal = sum(one == other for one, other in zip(*found, strict=True))
+    assert equal >= 0.9 * len(prompts)
+
+
+def test_parts_on_a_peer(model: tuple[Path, PreTrainedModel]) -> None:
+    path, reference = model
+    profile = with_peers(readable_peer())
+    requests = [
+        Request(
+            id=str(i), line=i + 1, prompt_ids=tuple(ids),
+            params=SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=TOP),
+        )
+        for i, ids in enumerate(repeating(24))
+    ]  # fmt: skip
+    found = dict[str, Completion]()
+    for choice in ("suffix:7", "off"):
+        with LLM(
+            path, device="cuda", batch_size=16, max_model_len=320, speculate=choice,
+            profile=profile, policy=Policy(
+                remote=("peer",), offload_ratio=0.4, kv_offload_ratio=0.4
+            ),
+        ) as llm:  # fmt: skip
+            if choice == "off":
+                check(reference, torch.float16, *divergences(partial(run, llm), requests, found))
+            else:
+                found = run(llm, requests)
 
 
 @pytest.mark.parametrize("speculate", ["suffix:7", "auto"])
