@@ -81,7 +81,7 @@ def requests() -> list[Request]:
         {},
         {"logprobs": 1},
         {"temperature": 0.8},
-        {"presence_penalty": 0.2, "temperature": 0.3},
+        {"presence_penalty": 0.2, "temperature": 0.3, "seed": 5},
         {"repetition_penalty": 1.01},
     )
     repeated = torch.randint(3, 203, (6,), generator=generator).tolist() * 10

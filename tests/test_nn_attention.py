@@ -160,6 +160,46 @@ def test_by_the_kernel(emulated: list[Any], group: int, padding: Sequence[int] |
     assert len(emulated) == len(RATIOS) * 8 * case.layers
 
 
+def verified(case: Case, cache: PartitionedKVCache, count: int) -> torch.Tensor:
+    """The outputs as Case.run has them, `count` tokens at a time; some are dropped and come again."""
+    attention = SplitKFlashAttn()
+    outs, token = [case.prefill(attention, cache)], case.prompt
+    while token < case.prompt + case.steps:
+        last = min(token + count, case.prompt + case.steps)
+        for sign in (-1, 1):
+            parts = [[sign * x for x in case.part(i, token, last)] for i in range(case.layers)]
+            out = torch.stack([attention(*p, cache, layer=i) for i, p in enumerate(parts)])
+            if sign < 0:
+                cache.drop(torch.full_like(cache.lengths, last - token))
+        outs.append(out)
+        token = last
+    return torch.cat(outs, 3)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_several_tokens_of_filled_slots(padding: Sequence[int] | None) -> None:
+    case = Case(2, steps=12, padding=padding)
+    with case.cache(0.5) as cache:
+        case.check(verified(case, cache, 4), cache)
+        with pytest.raises(ValueError, match="counts up to lengths"):
+            cache.drop(cache.lengths + 1)
+        with pytest.raises(ValueError, match="room for 4 tokens"):
+            SplitKFlashAttn()(*case.part(0, 0, 4), cache)
+        cache.drop(torch.full_like(cache.lengths, 8))
+        with pytest.raises(ValueError, match="empty slots only"):
+            SplitKFlashAttn()(*case.part(0, 0, 4), cache, padding=[0] * BATCH)
+
+
+def test_several_tokens_of_filled_slots_by_the_kernels(emulated: list[Any]) -> None:
+    """Over the border of a KV block."""
+    case = Case(4, prompt=60, steps=9, padding=PADDING)
+    with case.cache(0.5) as cache:
+        for part in cache.parts:
+            part.view(case.dtype).fill_(torch.nan)
+        case.check(verified(case, cache, 3), cache)
+    assert {variant[0] for variant in emulated} == {"store_kv.cu", "prompt_attn.cu"}
+
+
 def test_a_first_token_needs_no_prefill() -> None:
     case = Case(prompt=0, steps=3)
     cache, attention = case.cache(0.5), SplitKFlashAttn()
@@ -251,7 +291,7 @@ def test_what_has_no_room() -> None:
     case.run(cache)
     with pytest.raises(ValueError, match="room in every slot, but 6 "):
         case.step(attention, cache, 5)
-    with pytest.raises(ValueError, match="empty slots for 4 tokens"):
+    with pytest.raises(ValueError, match="room for 4 tokens in every slot of 6"):
         case.prefill(attention, cache)
     cache.reset()
     wide = [x.repeat(1, 1, 2, 1) for x in case.part(0, 0, 4)]
@@ -287,6 +327,16 @@ def test_on_a_gpu(group: int, dim: int, dtype: torch.dtype, padding: Sequence[in
             outs.append(case.run(cache))
             case.check(outs[-1], cache)
         assert torch.equal(outs[-1], outs[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "dim"), [(1, 80), (2, 64), (4, 128), (16, 64)])
+def test_several_tokens_on_a_gpu(group: int, dim: int) -> None:
+    case = Case(group, dim, device="cuda", steps=70, padding=PADDING)
+    with case.cache(0.5) as cache:
+        for part in cache.parts:
+            part.view(case.dtype).fill_(torch.nan)
+        case.check(verified(case, cache, 8), cache)
 
 
 @pytest.mark.gpu

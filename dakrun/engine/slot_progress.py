@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dakrun.engine.step import Row, Sampling
-from dakrun.kernels.draft_tokens import Outcome
+from dakrun.kernels.draft_tokens import outcomes
 
 Entries = np.ndarray  # int32 [slots, depth]: of the step that began at position p in p % depth
 
@@ -32,8 +32,8 @@ class SlotProgress:
         self._owners[row.slot] = row.sampling
         self.cached[row.slot], self._ends[row.slot] = cached, end_of(row)
 
-    def take(self, rows: Sequence[Row]) -> tuple[list[list[int]], Outcome]:
-        """The tokens that a step has accepted for decode `rows`; their outcomes, int32 [n] each.
+    def take(self, rows: Sequence[Row]) -> tuple[list[list[int]], list[int], list[int]]:
+        """Of decode `rows` in a step: their accepted tokens, numbers of drafts, and matches.
 
         A row has no tokens if its request was at its end, or if its slot is another request's now.
         """
@@ -42,13 +42,13 @@ class SlotProgress:
         starts, depth = self.cached[slots], self._tokens.shape[1]
         runs = np.array(own, dtype=bool) & (starts < self._ends[slots])
         entries = self._outcomes[slots, starts % depth]
-        outcome = Outcome.of(np.where(runs, entries, 0))
-        self.cached[slots] = starts + outcome.accepted
-        most = int(outcome.accepted.max(initial=0))
-        places = (starts[:, None] + np.arange(most)) % depth
+        accepted, drafted, matches = outcomes(np.where(runs, entries, 0))
+        self.cached[slots] = starts + accepted
+        places = (starts[:, None] + np.arange(accepted.max(initial=0))) % depth
         found = self._tokens[slots[:, None], places].tolist()
-        counts = outcome.accepted.tolist()
-        return [tokens[:count] for tokens, count in zip(found, counts, strict=True)], outcome
+        counts = accepted.tolist()
+        tokens = [own[:count] for own, count in zip(found, counts, strict=True)]
+        return tokens, drafted.tolist(), matches.tolist()
 
 
 def end_of(row: Row) -> int:

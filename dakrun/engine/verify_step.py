@@ -148,12 +148,11 @@ class VerifyStep:
 
         `chosen` has the tokens behind each of its parts of prompts.
         """
-        tokens, outcome = self._progress.take(step.decode)
-        drafted = outcome.drafted.tolist()
+        tokens, drafted, matches = self._progress.take(step.decode)
         if any(drafted):
             slots = [row.slot for row in step.decode]
             right = [max(0, len(own) - 1) for own in tokens]
-            self.lengths.learn(slots, outcome.match.tolist(), drafted, right)
+            self.lengths.learn(slots, matches, drafted, right)
         for row in step.prompts:
             if row.wanted:
                 self._know(row, row.last + 1)

@@ -6,7 +6,7 @@ Knows rows, slots and the texts in them; neither requests nor models.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,7 +50,12 @@ class Outcome(NamedTuple):
     @classmethod
     def of(cls, entry: int) -> "Outcome":
         """The outcome in an entry of the log."""
-        return cls(entry & 0xFF, entry >> 8 & 0xFF, entry >> 16)
+        return cls(*outcomes(entry))
+
+
+def outcomes(entries: Any) -> tuple[Any, Any, Any]:
+    """The fields of Outcome in entries of the log: an int, or an array of them."""
+    return entries & 0xFF, entries >> 8 & 0xFF, entries >> 16
 
 
 class _DraftArgs(ctypes.Structure):

@@ -10,12 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dakrun.geometry import MAX_GROUP_HEADS
+from dakrun.geometry import KV_BLOCK, MAX_GROUP_HEADS
+from dakrun.kernels import store_kv
 from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
+    PromptSegment,
+    PromptWork,
     attention_config,
     kv_blocks,
+    prompt_attn,
     splitk_flash_attn,
 )
 from dakrun.kernels.runtime import card_of, has_kernels
@@ -42,8 +46,11 @@ class SplitKFlashAttn(nn.Module):
     capture a step once one has run for such a cache, which compiles the kernel and allocates
     workspace for splitting long slots.
 
-    Prefill: several new tokens per slot need empty slots. Torch computes them, and their keys and
+    Prefill: several new tokens per slot of empty slots. Torch computes them, and their keys and
     values are packed into the tiers.
+
+    Verify: several new tokens per slot of filled slots, such as drafts behind the newest one, are
+    appended, and each attends to what is before it. `cache.drop` takes wrong ones back.
 
     Computes no gradients and no dropout. Has no parameters; one module can serve all layers of a
     model on one stream.
@@ -77,7 +84,14 @@ class SplitKFlashAttn(nn.Module):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         cache.begin(layer, query.shape[2])
         if query.shape[2] > 1:
-            return _prefill(query, key, value, cache, layer, padding, scale)
+            if not cache.appends:
+                return _prefill(query, key, value, cache, layer, padding, scale)
+            if padding is not None:
+                raise ValueError("expected padding in a prefill of empty slots only")
+            verify = _verify if _has_kernel(query) else _verify_in_torch
+            out = verify(query, key, value, cache, layer, scale)
+            cache.end(layer, query.shape[2])
+            return out
         q, k, v = (x.squeeze(2) for x in (query, key, value))
         if _has_kernel(query):
             out = self._decode(q, k, v, cache, layer, scale)
@@ -195,4 +209,55 @@ def _decode_in_torch(
         out[number] = F.scaled_dot_product_attention(
             q[number, :, None], keys, values, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         ).squeeze(1)
+    return out
+
+
+def _verify(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: PartitionedKVCache,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """Appends several tokens a slot and attends from them, by the kernels of prompts."""
+    batch, heads, count, dim = query.shape
+    lengths, tables = cache.lengths, cache.tables
+    at = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
+    blocks = tables.addresses.gather(1, (at // KV_BLOCK).long())
+    keys = blocks + at % KV_BLOCK * cache.shape.layout.row_bytes
+    steps = torch.tensor([tables.layer_bytes, tables.head_bytes], device=keys.device)
+    places = torch.cat((keys.view(-1, 1), steps.expand(keys.numel(), 2)), 1)
+    joined = torch.cat((query, key, value), 1).transpose(1, 2).flatten(0, 1).contiguous()
+    starts = enumerate(lengths.tolist())
+    work = PromptWork.of(
+        [PromptSegment(slot * count, slot, start, count) for slot, start in starts],
+        kv_heads=key.shape[1], group=heads // key.shape[1], head_dim=dim, device=query.device,
+    )  # fmt: skip
+    out = query.new_empty(batch * count, heads * dim)
+    with torch.cuda.device_of(query):
+        store_kv(joined, at.flatten(), places, layer, kv_heads=key.shape[1])
+        prompt_attn(joined[:, :heads], tables, work, out, scale=scale, layer=layer)
+    return out.view(batch, count, heads, dim).transpose(1, 2)
+
+
+def _verify_in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: PartitionedKVCache,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """The same in plain torch, slot by slot."""
+    out, count = torch.empty_like(query), query.shape[2]
+    for number, slot in enumerate(cache.slots_of(layer)):
+        start = int(cache.lengths[number])
+        kv_blocks.write(slot, key[number], value[number], start, cache.shape)
+        keys, values = kv_blocks.read(slot, start + count, cache.dtype, cache.shape)
+        mask = torch.ones(count, start + count, dtype=torch.bool, device=out.device).tril(start)
+        out[number] = F.scaled_dot_product_attention(
+            query[number], keys, values, mask, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
     return out

@@ -82,6 +82,7 @@ class PartitionedKVCache:
         )
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self._next_layer = 0
+        self.appends = False  # whether the new tokens of a call follow filled positions
 
     def slots_of(self, layer: int) -> list[torch.Tensor]:
         """The packed slots of a layer, each in its tier; ValueError if this cache is closed."""
@@ -90,8 +91,7 @@ class PartitionedKVCache:
     def begin(self, layer: int, count: int) -> None:
         """Raise ValueError unless `layer` is next and has room for `count` new positions.
 
-        One position needs room in every slot, several need empty slots. For layer 0 this waits for
-        the device. In a captured CUDA graph every replay checks instead; a full slot then ends the
+        Every slot needs room. For layer 0 this waits for the device. In a captured CUDA graph every replay checks instead; a full slot then ends the
         CUDA context, as an index out of bounds does in torch.
         """
         self.slots_of(layer)  # raises if closed
@@ -104,12 +104,17 @@ class PartitionedKVCache:
             raise ValueError("expected one new token a slot in a CUDA graph; prefill before it")
         if layer > 0:
             return
-        if count > 1:
-            require(~self.lengths.any(), f"expected empty slots for {count} tokens at once")
         if count > self.shape.positions:
             raise ValueError(f"expected {self.shape.positions} tokens at most, got {count}")
+        longest = self.lengths.max()
+        if count > 1:
+            self.appends = bool(longest > 0)
+            require(
+                longest + count <= self.shape.positions,
+                f"expected room for {count} tokens in every slot of {self.shape.positions}",
+            )
         require(
-            self.lengths.max() < self.shape.positions,
+            longest < self.shape.positions,
             f"expected room in every slot, but {self.shape.positions} positions are filled",
         )
 
@@ -143,6 +148,16 @@ class PartitionedKVCache:
                 slots = part[:, layer].unflatten(1, (heads, -1))
                 slots[..., : packed.shape[-1]].copy_(packed)
             first += count
+
+    def drop(self, counts: torch.Tensor) -> None:
+        """Forget the last `counts`, int32 [batch], positions of the slots, in every layer.
+
+        The next tokens overwrite them. Raises ValueError between layers, or for wrong counts.
+        """
+        if self._next_layer or counts.shape != self.lengths.shape:
+            raise ValueError("expected counts as [batch], and a call after the last layer")
+        require(((counts >= 0) & (counts <= self.lengths)).all(), "expected counts up to lengths")
+        self.lengths -= counts
 
     def reset(self) -> None:
         """Empty all slots in place; graphs stay valid."""
