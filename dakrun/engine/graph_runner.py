@@ -194,9 +194,9 @@ class GraphRunner:
         if any(row.sampling.params.logprobs is not None for row in step.choosing):
             firsts = [self._mapped.index(row.slot) * width for row in rows]
             places = [first + i for first in firsts for i in range(width)]
-            at = self._on_gpu([*places, *range(sum(bucket), sum(bucket) + len(ended))])
+            places += range(sum(bucket), sum(bucket) + len(ended))
             counts = [width] * len(rows) + [1] * len(ended)
-            chosen = Chosen(logits[at], step, tokens[at], counts)
+            chosen = Chosen(logits, step, tokens, counts, places)
         if verify and rows and width == 1 and not prompts:
             verify.keep(sum(bucket))
         end.record()

@@ -78,10 +78,12 @@ class Chosen:
         step: Step,
         tokens: torch.Tensor,
         counts: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
         """Start to read `tokens`, integers [n], chosen from logits [n, V], without waiting.
 
-        `counts` has the number of tokens of each of the step's rows `choosing`, by default one.
+        `counts` has the number of tokens of each of the step's rows `choosing`, by default one;
+        `places` says which of the n they are, by default all in order.
         """
         self._step, rows = step, step.choosing
         self._counts = [1] * len(rows) if counts is None else counts
@@ -89,9 +91,10 @@ class Chosen:
         each = zip(tops, self._counts, strict=True)
         by_token = (top for top, count in each for _ in range(count))
         self._asked = {i: top for i, top in enumerate(by_token) if top is not None}
-        parts = [tokens]
+        at = range(len(tokens)) if places is None else places
+        parts = [tokens if places is None else tokens[upload(torch.tensor(at), tokens.device)]]
         if self._asked:
-            numbers = upload(torch.tensor(list(self._asked)), logits.device)
+            numbers = upload(torch.tensor([at[i] for i in self._asked]), logits.device)
             chosen = tokens[numbers].long().clamp(min=0)
             parts += log_probabilities(logits[numbers], chosen, max(self._asked.values()))
         self._parts = [download(part) for part in parts]

@@ -331,7 +331,8 @@ def activation_bytes(
         )
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
-    verified = verified_tokens(workload) * (width + vocabulary) * size
+    # Logits twice: those whose log-probabilities are wanted are copied.
+    verified = verified_tokens(workload) * (width + 2 * vocabulary) * size
     if verified:
         texts = 4 * workload.batch_size * workload.max_model_len
         verified += texts + DRAFT_GRAPHS_BYTES
