@@ -1,7 +1,7 @@
 """Descriptions of a run.
 
-model.py has the architecture and the workload, popularity.py the use of experts, sampling.py how
-tokens are chosen, and speculation.py whether they are drafted.
+model.py has the architecture (rope.py its rotary positions) and the workload, popularity.py the use
+of experts, sampling.py how tokens are chosen, and speculation.py whether they are drafted.
 """
 
 from dakrun.config.model import (
@@ -10,20 +10,16 @@ from dakrun.config.model import (
     Activation,
     Dtype,
     FamilyName,
-    LinearRope,
-    Llama3Rope,
     LoadFormat,
-    LongRope,
     MixtureConfig,
     ModelConfig,
     NormKind,
-    RopeScaling,
     Routing,
     Workload,
-    YarnRope,
     model_len,
 )
 from dakrun.config.popularity import Popularity
+from dakrun.config.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 from dakrun.config.sampling import (
     ADJUSTING,
     MAX_BIASES,

@@ -10,12 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dakrun.config.popularity import Popularity
+from dakrun.config.rope import RopeScaling
 from dakrun.errors import UsageError, check_count
 from dakrun.formats import KVLayout, Quantization, Rows, WeightFormat
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 NormKind = Literal["rms", "layer"]  # RMSNorm, LayerNorm
 Activation = Literal["none", "relu", "silu_mul"]  # silu_mul: silu(gate) * up
+FamilyName = Literal[
+    "opt", "llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "mixtral", "olmoe", "glm4_moe"
+]  # fmt: skip
+Scores = Literal["softmax", "sigmoid"]
 LoadFormat = Literal["auto", "dummy"]  # a checkpoint's weights, or random ones
 DEFAULT_MAX_MODEL_LEN = 4096  # by default, where a model has more positions
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -25,89 +30,6 @@ _FLAGS = (
     *("tied_embeddings", "attention_bias", "o_bias", "mlp_bias"),
     *("pre_norm", "final_norm", "norm_affine"),
 )
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Frequency scaling of Llama 3.1's RoPE (`rope_type: llama3` in config.json)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-    def __post_init__(self) -> None:
-        ascending = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
-        if not (1 <= self.factor < math.inf and ascending and self.original_max_positions > 0):
-            raise UsageError(
-                f"invalid llama3 rope scaling: factor {self.factor}, low_freq_factor "
-                f"{self.low_freq_factor}, high_freq_factor {self.high_freq_factor}, "
-                f"original_max_position_embeddings {self.original_max_positions}",
-                hint="config.json needs factor >= 1, high_freq_factor > low_freq_factor > 0 and "
-                "original_max_position_embeddings > 0",
-            )
-
-
-@dataclass(frozen=True)
-class LinearRope:
-    """Positions divided by `factor` before they are rotated (`rope_type: linear`)."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_rope("linear", positive=(self.factor,))
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """Frequencies divided by `factor` below `beta_slow` turns in the original positions, kept above
-    `beta_fast`, blended between (YaRN, arXiv 2309.00071; `rope_type: yarn`).
-
-    Cosines and sines are multiplied by `attention_factor`. With `truncate` the range in which they
-    are blended begins and ends at whole dimensions.
-    """
-
-    factor: float
-    original_max_positions: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        ascending = self.beta_fast - self.beta_slow
-        positive = (self.factor, self.original_max_positions, self.attention_factor, ascending)
-        _check_rope("yarn", positive=(*positive, self.beta_slow))
-
-
-@dataclass(frozen=True)
-class LongRope:
-    """Each frequency divided by its own of `factors` (LongRoPE, arXiv 2402.13753).
-
-    They are the `short_factor` of `rope_type: longrope`, for up to the original positions. Cosines
-    and sines are multiplied by `attention_factor`.
-    """
-
-    factors: tuple[float, ...]
-    attention_factor: float
-
-    def __post_init__(self) -> None:
-        _check_rope("longrope", positive=(*self.factors, self.attention_factor))
-
-
-def _check_rope(kind: str, *, positive: tuple[float, ...]) -> None:
-    if not all(0 < number < math.inf for number in positive):
-        raise UsageError(
-            f"invalid {kind} rope scaling: its numbers are not positive and in order",
-            hint=_HINT,
-        )
-
-
-RopeScaling = LinearRope | YarnRope | LongRope | Llama3Rope
-FamilyName = Literal[
-    "opt", "llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "mixtral", "olmoe", "glm4_moe"
-]  # fmt: skip
-Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)

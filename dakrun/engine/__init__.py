@@ -12,7 +12,8 @@ prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host
 
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
 computes it: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.py, prefill.py,
-cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch.
+cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch
+(reference_backend.py).
 expert_use.py counts the experts that are chosen, by which expert_moves.py lets them change places,
 on the kernels with the copies of expert_copies.py.
 sampler.py chooses tokens in torch, from logits that adjustments.py changes as a request asks;
