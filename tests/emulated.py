@@ -111,7 +111,7 @@ class EmulatedKernel:
 def atoms_map(
     address: int, dtype: torch.dtype, shape: tuple[int, int], box_rows: int, box_atoms: int
 ) -> tuple[int, ...]:
-    """runtime.atoms_map in the emulator's encoding."""
+    """tensor_map.atoms_map in the emulator's encoding."""
     del dtype  # both are 16-bit
     return (address, *shape, box_rows, box_atoms, *[0] * 11)
 
@@ -119,7 +119,7 @@ def atoms_map(
 def boxes_map(
     address: int, dtype: torch.dtype, shape: tuple[int, int], box: tuple[int, int]
 ) -> tuple[int, ...]:
-    """runtime.boxes_map in the emulator's encoding."""
+    """tensor_map.boxes_map in the emulator's encoding."""
     del dtype
     return (address, *shape, *box, *[0] * 11)
 

@@ -25,9 +25,7 @@ the runner that a plan asks for.
 from dakrun.engine.admission import Admission
 from dakrun.engine.build import (
     SPLITK_ROWS,
-    build_runner,
     direct_accesses,
-    runs_on_kernels,
     tier_accesses,
 )
 from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order, fitting
@@ -40,11 +38,11 @@ from dakrun.engine.mask_writer import MaskWriter
 from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
 from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
-from dakrun.engine.runner import Runner, gpu_errors
+from dakrun.engine.runner import gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
 from dakrun.engine.staging import Place, Staging, StagingRing, grouped, places, staged_bytes
 from dakrun.engine.step import Accepted, Row, Step
-from dakrun.engine.swap import Saved, SwapSpace, swap_beats_recompute
+from dakrun.engine.swap import SwapSpace, swap_beats_recompute
 
 __all__ = [
     "LOG_STEPS",
@@ -65,14 +63,11 @@ __all__ = [
     "Prefill",
     "ReferenceRunner",
     "Row",
-    "Runner",
-    "Saved",
     "Staging",
     "StagingRing",
     "Step",
     "SwapSpace",
     "buckets",
-    "build_runner",
     "causal_attention",
     "direct_accesses",
     "fill_order",
@@ -82,7 +77,6 @@ __all__ = [
     "noise",
     "places",
     "request_seed",
-    "runs_on_kernels",
     "sample",
     "staged_bytes",
     "swap_beats_recompute",

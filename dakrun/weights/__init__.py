@@ -12,19 +12,15 @@ from dakrun.weights.convert import convert_checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.gguf_files import convert_gguf
 from dakrun.weights.loading import Packing, Weights, can_pack, load, tier_capacities
-from dakrun.weights.streaming import Extent, read, stream
 
 __all__ = [
     "Checkpoint",
     "Dummy",
-    "Extent",
     "Packing",
     "Weights",
     "can_pack",
     "convert_checkpoint",
     "convert_gguf",
     "load",
-    "read",
-    "stream",
     "tier_capacities",
 ]

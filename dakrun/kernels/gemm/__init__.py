@@ -5,9 +5,8 @@ splitk.py and tiled.py launch one kernel each. packed_matrix.py makes an argumen
 native/README.md describes the kernels.
 """
 
-from dakrun.kernels.gemm.packed_matrix import PackedMatrix, addresses, packed_matrix
+from dakrun.kernels.gemm.packed_matrix import addresses
 from dakrun.kernels.gemm.splitk import (
-    ACTIVATIONS,
     NORMS,
     FusedNorm,
     HalvesWorkspace,
@@ -22,16 +21,13 @@ from dakrun.kernels.gemm.tiled import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
     "AFTER_REMOTE",
     "NORMS",
     "FusedNorm",
     "HalvesWorkspace",
-    "PackedMatrix",
     "StreamKWorkspace",
     "addresses",
     "look_ahead",
-    "packed_matrix",
     "row_blocks_by_tier",
     "splitk_gemm",
     "tiled_gemm",

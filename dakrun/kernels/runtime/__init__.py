@@ -9,7 +9,6 @@ from dakrun.kernels.runtime.card import card_of, described_card, gpu_name, has_k
 from dakrun.kernels.runtime.copy_engine import CopyStream, copy
 from dakrun.kernels.runtime.graph import (
     capture,
-    capture_id,
     edge_kinds,
     graph_edges,
     programmatic_lead,
@@ -26,7 +25,6 @@ from dakrun.kernels.runtime.jit import (
 )
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, Compiled, CompileError, compile_cubin
 from dakrun.kernels.runtime.operands import DTYPES, CtaOrder
-from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
 
 __all__ = [
     "ARCHITECTURES",
@@ -37,11 +35,8 @@ __all__ = [
     "CtaOrder",
     "Kernel",
     "architecture",
-    "atoms_map",
-    "boxes_map",
     "cached_cubin",
     "capture",
-    "capture_id",
     "card_of",
     "compile_ahead",
     "compile_cubin",
