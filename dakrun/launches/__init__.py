@@ -3,8 +3,9 @@
 Pure functions of shapes, row blocks per tier and the card (hardware.Card). The kernels' wrappers
 call them to launch, the planner to know what will be launched. choice.py chooses the kernel,
 splitk.py the launch of SplitK_GEMM, tiled.py the launches of the tiled GEMM, from the shapes of
-tiled_shapes.py, experts.py and grouped_tiled.py those of products with experts, of few rows and of
-many. tiers.py says how tiers are read. Imports no torch and needs no GPU.
+tiled_shapes.py by the costs of tiled_costs.py, experts.py and grouped_tiled.py those of products
+with experts, of few rows and of many. tiers.py says how tiers are read. Imports no torch and needs
+no GPU.
 """
 
 from dakrun.launches.choice import By, few_rows, kernel_for, splitk_rows, tiled_rows

@@ -21,14 +21,13 @@ from dakrun.geometry import (
 )
 from dakrun.hardware import Card
 from dakrun.launches.tiers import TierAccess
+from dakrun.launches.tiled_costs import LAUNCH_CYCLES, tiles_cycles
 from dakrun.launches.tiled_shapes import (
-    LAUNCH_CYCLES,
     Launch,
     Shape,
     TierTiles,
     TiledConfig,
     beside,
-    tiles_cycles,
     wide_tiles,
     x_tiles,
 )
