@@ -23,7 +23,7 @@ from dakrun.kernels.runtime import card_of
 from dakrun.launches import By, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
-from dakrun.models.experts import Experts, Router, routers
+from dakrun.models.experts import Experts, Router, mixtures, routers
 from dakrun.models.functional import rope_table
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.models.operands import Operand
@@ -59,6 +59,10 @@ class KernelBackend:
         used = [m for m in model.matrices() if m in self.order or isinstance(m, Experts)]
         self._following = {
             a.name: b.name for a, b in itertools.pairwise(used) if isinstance(b, Linear)
+        }
+        self._behind_experts = {
+            mixture.router.weight.name: self._following.get(mixture.down.name)
+            for mixture in mixtures(model)
         }
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
@@ -213,7 +217,8 @@ class KernelBackend:
         weight, bias = self._vectors[router.weight.name], self._vector(router.bias)
         stacked = self._stacked.get(router.weight.name)
         use = self.expert_use.rows(router, self._kind) if self.expert_use else None
-        return x, self._passing.route(x, weight, bias, self._positions, stacked, use)
+        ahead = self._behind(router)
+        return x, self._passing.route(x, weight, bias, self._positions, stacked, use, ahead)
 
     def experts(
         self,
@@ -325,6 +330,13 @@ class KernelBackend:
         """The bytes to prefetch into L2: of the part in HBM of the matrix used after `name`."""
         following = self._following.get(name)
         return None if following is None else self._products.ahead(n, *self._operands[following])
+
+    def _behind(self, router: Router) -> torch.Tensor | None:
+        """The bytes in HBM of the matrix used after the experts of `router`."""
+        if (name := self._behind_experts[router.weight.name]) is None:
+            return None
+        part = self._operands[name][0].parts[0]
+        return part.arrays[0] if part.tier == LOCAL and part.nbytes else None
 
     def _normalize(
         self, norm: Norm, x: torch.Tensor, out: torch.Tensor, *, pad_grid: bool = False

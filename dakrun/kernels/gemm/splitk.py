@@ -38,7 +38,6 @@ SOURCE = "splitk_gemm.cu"
 # Bytes that each CTA prefetches for a later launch. All CTAs together prefetch about as much as HBM
 # delivers in the gap between two launches.
 AHEAD_BYTES = 32 * 1024
-AHEAD_ALIGN = 128  # bytes: L2's lines
 
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
 FusedNorm = Literal["none"] | NormKind  # of rows of X, without weight and bias
@@ -166,10 +165,10 @@ def splitk_gemm(
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), ROWS_PER_BLOCK * config.x_tiles, x_atoms)
     _set_tiers(args, weight, config, atoms)
     if ahead is not None:
-        _check_ahead(ahead, x.device)
+        operands.check_ahead(ahead, x.device)
         if config.splits[0].ctas:
             args.ahead = ahead.data_ptr()
-            args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
+            args.ahead_bytes = operands.ahead_bytes(ahead, config.splits[0].ctas)
     macros = defines(weight.dtype, config.x_tiles, norm != "none", config.mixes)
     jit.kernel(SOURCE, "splitk_gemm", {**macros, **weight.format.macros}).launch(
         config.ctas, SPLITK_THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl
@@ -241,19 +240,6 @@ def check_product(
     }
     operands.check_operands(x.device, wanted)
     operands.check_gpu(x.device)
-
-
-def _check_ahead(ahead: torch.Tensor, device: torch.device) -> None:
-    if (
-        ahead.dtype != torch.uint8
-        or ahead.dim() != 1
-        or not ahead.is_contiguous()
-        or ahead.device != device
-        or ahead.data_ptr() % operands.ALIGNMENT
-    ):
-        raise ValueError(
-            f"expected ahead as contiguous bytes on x's GPU, aligned to {operands.ALIGNMENT}"
-        )
 
 
 def _check_halves(
