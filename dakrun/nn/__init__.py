@@ -1,8 +1,9 @@
 """Torch modules for inference with operands partly in a remote tier, read in place.
 
-SplitKGEMM replaces nn.Linear (gemm.py), SplitKExperts the experts of transformers' models
-(experts.py), SplitKFlashAttn is attention over a PartitionedKVCache (attention.py, kv_cache.py);
-huggingface.py uses the latter in models of transformers.
+SplitKGEMM replaces nn.Linear (gemm.py), with the ratios of a plan if one is given (planned.py),
+SplitKExperts the experts of transformers' models (experts.py), SplitKFlashAttn is attention over a
+PartitionedKVCache (attention.py, kv_cache.py); huggingface.py uses the latter in models of
+transformers.
 
 A model of transformers with a tenth of each weight in host memory, and its decode step in a CUDA
 graph:

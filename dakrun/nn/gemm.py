@@ -1,6 +1,6 @@
 """SplitKGEMM: nn.Linear whose weight lies partly in a remote tier, where kernels read it in place.
 
-Knows modules, tensors and tiers, no plans: the caller chooses the ratio.
+Knows modules, tensors and tiers; the ratios of a plan come from planned.py.
 """
 
 import warnings
@@ -17,6 +17,7 @@ from dakrun.kernels import reference
 from dakrun.kernels.gemm.dispatch import products
 from dakrun.launches import TierAccess
 from dakrun.memory.tiers import HOST
+from dakrun.nn.planned import planned_options
 from dakrun.nn.tiers import (
     TieredWeight,
     allocate,
@@ -28,6 +29,7 @@ from dakrun.nn.tiers import (
     remote_ratio,
     with_scale_dtype,
 )
+from dakrun.plan import Plan
 
 
 class SplitKGEMM(nn.Module):
@@ -255,12 +257,18 @@ class SplitKGEMM(nn.Module):
         raise TypeError("a SplitKGEMM cannot be copied or pickled; use its state_dict()")
 
 
-def replace_linears(model: nn.Module, **options: Any) -> dict[str, SplitKGEMM]:
+def replace_linears(
+    model: nn.Module, *, plan: Plan | None = None, **options: Any
+) -> dict[str, SplitKGEMM]:
     """Replace every nn.Linear in `model` by SplitKGEMM.from_linear(linear, **options).
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU())
     >>> replace_linears(model, ratio=0.5)
     {'0': SplitKGEMM(in_features=16, out_features=32, bias=True, ratio=0.5, remote=host)}
+
+    With a `plan` (dakrun.plan.make_plan) of a model of transformers, each Linear has the ratio of
+    its op and layer, and the plan's remote tier and profile. Linears that the plan does not place,
+    such as routers, are kept. Remote parts are read in place even where the plan stages them.
 
     Returns the new modules by name. Modules are replaced one at a time, each freeing its old
     weight. A new module has its Linear's `training` and further attributes.
@@ -268,24 +276,31 @@ def replace_linears(model: nn.Module, **options: Any) -> dict[str, SplitKGEMM]:
     Kept are a Linear that shares its weight with another module, such as a tied lm_head; subclasses
     of nn.Linear, which may compute something else; and, named in a warning, a Linear with hooks,
     with a method of its own (such as a `forward` patched by accelerate), or with further
-    parameters, buffers or modules. Raises ValueError if `model` is itself an nn.Linear.
+    parameters, buffers or modules. Raises ValueError if `model` is itself an nn.Linear, and for a
+    plan of another model, with several remote tiers, or beside an option that it decides.
     """
     if type(model) is nn.Linear:
         raise ValueError(
             "expected a model that contains nn.Linear, got an nn.Linear, which cannot be replaced "
             "in place; use SplitKGEMM.from_linear(linear, ...) and put the result in its place"
         )
+    by_name = None if plan is None else planned_options(model, plan)
+    if clash := sorted(options.keys() & {"ratio", "remote", "profile"}) if plan else []:
+        raise ValueError(f"expected a plan or {', '.join(clash)}, got both")
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     linears = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and owners[id(module.weight)] <= 1
+        if type(module) is nn.Linear
+        and owners[id(module.weight)] <= 1
+        and (by_name is None or name in by_name)
     }
     kept = {name: reason for name, linear in linears.items() if (reason := _why_kept(linear))}
     replaced = {}
     for name in [name for name in linears if name not in kept]:
         linear = linears.pop(name)
-        replaced[name] = SplitKGEMM.from_linear(linear, **options)
+        own = by_name[name] if by_name is not None else {}
+        replaced[name] = SplitKGEMM.from_linear(linear, **own, **options)
         for attribute in _further_attributes(linear):
             setattr(replaced[name], attribute, getattr(linear, attribute))
         model.set_submodule(name, replaced[name])
