@@ -17,6 +17,7 @@ from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
 from dakrun.units import format_seconds
 
+Case = tuple[int, int]  # batch, prompt length
 CHOICE, COPIED = "planner's choice", "copied ahead"
 SMALL_ROOM = 50_000_000_000
 OF_PAPER = ", ".join(f"{percent:.0f}% for {named(case)}" for case, percent in PERCENT.items())
@@ -26,11 +27,11 @@ required = scaled("required_ratio", 100)
 class Capacity(Figure):
     """Steps by batch and prompt: the planner's choice, and everything copied ahead."""
 
-    cases: ClassVar[Sequence[tuple[int, int]]]  # batch, prompt length
+    cases: ClassVar[Sequence[Case]]
 
-    def chart(self, model: str, budget: int, count: int | None, step: int, scope: Scope) -> Chart:
-        """`model` with `budget` bytes of HBM, every `step`-th of the first `count` cases."""
-        cases, name = self.cases[:count:step], f"{model} in {budget / 1e9:.0f} GB"
+    def chart(self, model: str, budget: int, cases: Sequence[Case], scope: Scope) -> Chart:
+        """`model` with `budget` bytes of HBM."""
+        name = f"{model} in {budget / 1e9:.0f} GB"
 
         def entry(x: int, series: str) -> Entry:
             batch, prompt = cases[x]
@@ -96,8 +97,9 @@ class InHbm(Capacity):
 
     def charts(self, scope: Scope) -> list[Chart]:
         """All cases of the paper for its model; fewer of others in a quick run."""
+        few = self.cases[::2] if scope.quick else self.cases
         return [
-            self.chart(model, budget, None, 2 if scope.quick and model != MODEL else 1, scope)
+            self.chart(model, budget, self.cases if model == MODEL else few, scope)
             for model in scope.models
             for budget in (ROOM, SMALL_ROOM)
         ]
@@ -131,8 +133,8 @@ class ManyRequests(Capacity):
     name = "fig14"
     title = "Figure 14: decode step of a small model with many requests, in 96 GB"
     paper = (
-        "With OPT-6.7B the weights fit and the KV cache of hundreds of requests does not: nearly "
-        "all bytes outside HBM are then KV cache."
+        "The weights of OPT-6.7B are a small part of 96 GB; the KV cache of hundreds of requests "
+        "exceeds it."
     )
     claimed = "Paper: OPT-6.7B for 8 x 32 to 512 x 1,024 in 96 GB on GH200. Required ratios here:"
     cases = ((8, 32), (256, 1024), (512, 512), (512, 1024))
@@ -140,7 +142,7 @@ class ManyRequests(Capacity):
     def charts(self, scope: Scope) -> list[Chart]:
         """A CPU takes long for more than one case."""
         count = 1 if scope.profile.device == "cpu" else 2 if scope.quick else None
-        return [self.chart(self.model_of(scope), ROOM, count, 1, scope)]
+        return [self.chart(self.model_of(scope), ROOM, self.cases[:count], scope)]
 
     def model_of(self, scope: Scope) -> str:
         """OPT-6.7B, or else the first model."""
