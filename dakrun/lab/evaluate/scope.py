@@ -6,13 +6,14 @@ Imports no torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.lab.evaluate.points import AttentionPoint, ProductPoint, StepPoint
+from dakrun.lab.evaluate.points import OpPoint, StepPoint
 from dakrun.plan import Links, Op, Plan, Policy, decode_ops, make_plan
 
+AnOp = TypeVar("AnOp", bound=OpPoint)
 QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
 
 
@@ -81,17 +82,9 @@ class Scope:
         common = {"new_tokens": self.new_tokens, "remote": self.remote}
         return StepPoint(model=model, batch_size=batch_size, ratio=ratio, **{**common, **more})
 
-    def product(self, model: str, op: str, n: int, ratio: float, **more: Any) -> ProductPoint:
-        """A product of `model` with this scope's remote tier."""
-        where = {"model": model, "ratio": ratio, "remote": self.remote, **more}
-        return ProductPoint(op=op, n=n, **where)
-
-    def attention(
-        self, model: str, slots: int, length: int, ratio: float, **more: Any
-    ) -> AttentionPoint:
-        """Attention of `model` with this scope's remote tier."""
-        where = {"model": model, "ratio": ratio, "remote": self.remote, **more}
-        return AttentionPoint(batch_size=slots, length=length, **where)
+    def op(self, kind: type[AnOp], model: str, ratio: float, **more: Any) -> AnOp:
+        """A point of an op of `model` with this scope's remote tier."""
+        return kind(model=model, ratio=ratio, remote=self.remote, **more)
 
     def ops(self, model: str, *, batch_size: int, prompt_len: int = 32) -> tuple[Op, ...]:
         """The ops of a decode step of `model`, whether it fits or not."""

@@ -5,7 +5,7 @@ from functools import partial
 
 from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure
-from dakrun.lab.evaluate.points import Point
+from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint
 from dakrun.lab.evaluate.scope import Scope
 
 ALL = "with both"
@@ -36,14 +36,14 @@ class Ablations(Figure):
         # (name, the rest of the title, axis, what is shown, rank, points by category)
         gemms = [
             (f"{model}, GEMM of {n} rows", outside, "op", LAUNCH, 1 if n == 8 else 2, {
-                op.name: partial(scope.product, model, op.name, n, ratio)
+                op.name: partial(scope.op, ProductPoint, model, ratio, op=op.name, n=n)
                 for op in scope.products(model, n=n)
             })
             for n in BATCHES
         ]  # fmt: skip
         attention = {
             f"{count} of {slots} slots": partial(
-                scope.attention, model, slots, LENGTH, count / slots
+                scope.op, AttentionPoint, model, count / slots, batch_size=slots, length=LENGTH
             )
             for slots, count in far.items()
         }

@@ -13,7 +13,7 @@ from dakrun.lab.evaluate.figures.base import (
     factor,
     scaled,
 )
-from dakrun.lab.evaluate.points import Result
+from dakrun.lab.evaluate.points import ProductPoint, Result
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.evaluate.tables import rows
 
@@ -50,7 +50,7 @@ class ByRows(Figure):
         }
 
         def entry(model: str, op: str, series: str, n: int) -> Entry:
-            point = scope.product(model, op, n, 1.0, without=SERIES[series])
+            point = scope.op(ProductPoint, model, 1.0, op=op, n=n, without=SERIES[series])
             return Entry(series, n, point, self.first + (n not in (512, 1024)))
 
         return [

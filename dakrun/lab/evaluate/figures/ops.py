@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
 from dakrun.lab.evaluate.figures.base import Figure, at, factor, fastest, scaled, thresholds
+from dakrun.lab.evaluate.points import AttentionPoint, ProductPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import Op
 
@@ -39,9 +40,13 @@ class OpRatios(Figure):
         # Attention in whole slots, which alone can lie outside HBM.
         slots = sorted({round(batch * ratio) / batch for ratio in (*ratios, 1 / batch)})
         points = [
-            (op.name, ratio, scope.attention(model, batch, length, ratio))
+            (
+                op.name,
+                ratio,
+                scope.op(AttentionPoint, model, ratio, batch_size=batch, length=length),
+            )
             if op.category == "attention"
-            else (op.name, ratio, scope.product(model, op.name, batch, ratio))
+            else (op.name, ratio, scope.op(ProductPoint, model, ratio, op=op.name, n=batch))
             for op in ops
             for ratio in (slots if op.category == "attention" else ratios)
         ]
