@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
 from dakrun.lab.evaluate.figures.base import Figure, at, factor, fastest, scaled, thresholds
-from dakrun.lab.evaluate.points import AttentionPoint, ProductPoint
+from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import Op
 
@@ -39,23 +39,24 @@ class OpRatios(Figure):
             ratios = sorted({*ratios, 0.05, 0.2})
         # Attention in whole slots, which alone can lie outside HBM.
         slots = sorted({round(batch * ratio) / batch for ratio in (*ratios, 1 / batch)})
-        points = [
-            (
-                op.name,
-                ratio,
-                scope.op(AttentionPoint, model, ratio, batch_size=batch, length=length),
-            )
-            if op.category == "attention"
-            else (op.name, ratio, scope.op(ProductPoint, model, ratio, op=op.name, n=batch))
-            for op in ops
-            for ratio in (slots if op.category == "attention" else ratios)
-        ]
+
+        def entry(op: Op, ratio: float) -> Entry:
+            point: Point = scope.op(ProductPoint, model, ratio, op=op.name, n=batch)
+            if op.category == "attention":
+                sizes = {"batch_size": batch, "length": length}
+                point = scope.op(AttentionPoint, model, ratio, **sizes)
+            return Entry(op.name, 100 * ratio, point, 1 if batch == 8 else 2)
+
         return Chart(
             name=f"{model}, batch {batch}",
             title=f"{model}, batch {batch}",
             x=f"bytes of the op outside {scope.near} (%)",
             shown=[RATE],
-            entries=[Entry(op, 100 * x, of, 1 if batch == 8 else 2) for op, x, of in points],
+            entries=[
+                entry(op, ratio)
+                for op in ops
+                for ratio in (slots if op.category == "attention" else ratios)
+            ],
             root_x=True,
             marks=list(self._marks(model, ops, scope)),
         )
