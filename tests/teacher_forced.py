@@ -49,7 +49,10 @@ def divergences(
             if first == len(wanted):
                 continue
             history = (*request.prompt_ids, *wanted[:first])
-            differ.append(Divergence(history, _gap(request, own, first, wanted[first])))
+            whole = found[request.id]
+            assert whole.logprobs is not None
+            other = wanted[first], whole.logprobs[start + first].chosen.logprob
+            differ.append(Divergence(history, _gap(request, own, first, other)))
             rest = len(wanted) - first - 1
             if rest:
                 done[request.id] = start + first + 1
@@ -60,15 +63,17 @@ def divergences(
     raise AssertionError(f"more than {ROUNDS} differences in a request")
 
 
-def _gap(request: Request, own: Completion, place: int, other: int) -> float:
-    """The score of the token chosen at `place` less that of `other`, in units of logits."""
+def _gap(request: Request, own: Completion, place: int, found: tuple[int, float]) -> float:
+    """The score of the token chosen at `place` less that of the one `found`, in units of logits.
+
+    The latter's log-probability is the first run's too, where it is among the likeliest.
+    """
     assert own.logprobs is not None
+    other, logprob = found
     entry = own.logprobs[place]
     known = {one.token_id: one.logprob for one in (entry.chosen, *entry.top)}
     token = own.token_ids[place]
-    if other not in known:
-        return math.inf
-    gap, params = known[token] - known[other], request.params
+    gap, params = known[token] - known.get(other, logprob), request.params
     if params.temperature > 0:
         seed = request_seed(params.seed, request.id)
         drawn = noise(seed, len(request.prompt_ids) + place, 1 + max(token, other))

@@ -161,7 +161,7 @@ def test_by_the_kernel(emulated: list[Any], group: int, padding: Sequence[int] |
 
 
 def verified(case: Case, cache: PartitionedKVCache, count: int) -> torch.Tensor:
-    """The outputs as Case.run has them, `count` tokens at a time; some are dropped and come again."""
+    """Case.run with `count` tokens at a time, each time after others that are dropped."""
     attention = SplitKFlashAttn()
     outs, token = [case.prefill(attention, cache)], case.prompt
     while token < case.prompt + case.steps:

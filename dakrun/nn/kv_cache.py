@@ -91,8 +91,9 @@ class PartitionedKVCache:
     def begin(self, layer: int, count: int) -> None:
         """Raise ValueError unless `layer` is next and has room for `count` new positions.
 
-        Every slot needs room. For layer 0 this waits for the device. In a captured CUDA graph every replay checks instead; a full slot then ends the
-        CUDA context, as an index out of bounds does in torch.
+        Every slot needs room. For layer 0 this waits for the device. In a captured CUDA graph every
+        replay checks instead; a full slot then ends the CUDA context, as an index out of bounds
+        does in torch.
         """
         self.slots_of(layer)  # raises if closed
         if layer != self._next_layer:
