@@ -81,8 +81,8 @@ def check(
 ) -> None:
     """At most 1% of choices differ, where two scores are within 2 units in the last place.
 
-    The model in float32 says how large the logits are. Routers of a mixture may choose other experts
-    where a step has other rows, which changes more.
+    The model in float32 says how large the logits are. A mixture may choose other experts in a step
+    of other rows, which changes more.
     """
     if hasattr(model.config, "num_experts_per_tok"):
         assert len(differ) <= 0.03 * positions
