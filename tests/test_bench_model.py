@@ -400,6 +400,20 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
     assert png_width(picture) == 2130
 
 
+def test_steps_with_drafts(tiny: tuple[object, ...]) -> None:
+    """Batches whose steps with drafts would be too large have none; a token takes its share."""
+    points = ("--batch-size", 2, "--batch-size", 130, "--speculate", 3)
+    result = run(*tiny, *points, "--json")
+    assert result.exit_code == 0, result.stderr
+    small, large = json.loads(result.stdout)["rows"]
+    assert small["step_s"] > 0 and small["steps"] == 2 * 4
+    shares = [small["draft_step_s"] / small[f"token_at_{rate}_s"] for rate in (50, 80, 95)]
+    assert shares == pytest.approx([1.875, 2.952, 3.7099], rel=1e-3)
+    assert large["step_s"] > 0 and large["draft_step_s"] is large["token_at_80_s"] is None
+    assert "drafts" in run(*tiny, "--batch-size", 2, "--speculate", 3).stdout
+    assert "drafts" not in run(*tiny).stdout
+
+
 def test_plain_torch_on_a_gpu_is_named(
     tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ OPTIONS_OF = {
             "prompt_len",
         ),
         *("new_tokens", "hbm_budget", "host_budget", "peer_budget", "rival", "plot"),
-        *("popularity", "orders"),
+        *("popularity", "orders", "speculate"),
     ),
 }
 
@@ -121,6 +121,13 @@ _bench_options = together(
         "graph for each step. transformers: all in HBM; prefetch: also with whole layers in host "
         "memory, as many as --ratio of the weights needs, copied to HBM ahead of their use; "
         "on-demand: with experts there, copied when the CPU knows the router's choice (no graph).",
+    ),
+    count_option(
+        "--speculate",
+        minimum=0,
+        default=0,
+        help="model: also measure steps that carry N drafts of each row (see generate), "
+        "and show what a token takes at acceptances of 0.5, 0.8 and 0.95.",
     ),
     count_option(
         "-n",
@@ -209,7 +216,7 @@ def bench(
     --model alone: decode steps of batches of requests, with a part of all weights in a remote tier.
     Runs on the CPU if there is no GPU. Needs --model; also takes --load-format, --format,
     --batch-size, --transport, --strategy, --prompt-len, --new-tokens, --hbm-budget, --host-budget,
-    --peer-budget, --popularity, --expert-order, --rival, --plot.
+    --peer-budget, --popularity, --expert-order, --speculate, --rival, --plot.
 
     --kernel gemm: X W^T with a part of W in a remote tier, and cuBLAS with all of W in HBM. Needs a
     GPU; takes --shape, --model, --rows, --ablations.

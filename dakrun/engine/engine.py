@@ -60,10 +60,9 @@ class Engine:
         speculation: Speculation = OFF,
     ) -> None:
         self.runner, self.plan = runner, plan
-        most = speculation.most
-        self._drafts = DraftChoice(speculation, list(draft_forecasts(plan, most)))
-        if most:
-            runner.draft(most)
+        self.speculate(speculation)
+        if speculation.most:
+            runner.draft(speculation.most)
         self.stats, self.prompts_first = EngineStats(), False
         self.answers = Answers(plan, tokenizer, grammars)
         self._kv_bytes = plan.model.kv_bytes_per_token
@@ -117,6 +116,11 @@ class Engine:
         finally:
             self._drop_all()
             self._one_run.release()
+
+    def speculate(self, speculation: Speculation) -> None:
+        """Let steps carry other drafts from now on, no more than the runner is prepared for."""
+        forecasts = list(draft_forecasts(self.plan, speculation.most))
+        self._drafts = DraftChoice(speculation, forecasts)
 
     def close(self) -> None:
         """End the current run, whose next completion raises UsageError, and wait for its steps."""

@@ -37,9 +37,10 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.run_bound import run_bound
 from dakrun.plan.run_time import RunForecast
-from dakrun.plan.step_time import DraftForecast, draft_forecasts
+from dakrun.plan.step_time import ACCEPTANCES, DraftForecast, draft_forecasts, tokens_kept
 
 __all__ = [
+    "ACCEPTANCES",
     "PREFILL_CHUNK_TOKENS",
     "RESERVE_BYTES",
     "RING_GROUPS",
@@ -80,5 +81,6 @@ __all__ = [
     "ring_bytes",
     "run_bound",
     "sms_by_tier",
+    "tokens_kept",
     "weight_bytes",
 ]

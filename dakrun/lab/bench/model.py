@@ -12,15 +12,17 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from dakrun.config import SamplingParams
+from dakrun.config import OFF, SamplingParams
 from dakrun.engine import EngineStats, gpu_errors
 from dakrun.errors import CannotRun, UsageError
 from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.lab.bench import model_rows
+from dakrun.lab.bench.drafts import draft_figures
 from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
 from dakrun.lab.ceilings import FULL, Ceilings
 from dakrun.lab.memory import measure_ceilings
@@ -132,10 +134,12 @@ class ModelBench:
             format=sweep.format,
             popularity=sweep.popularity if point.order == "use" else UNIFORM,
             choices=sweep.popularity if sweep.load_format == "dummy" else AUTO,
+            speculate=f"suffix:{sweep.speculate}" if sweep.speculate else "off",
         ) as llm:
             if llm.fallback:
                 self._progress(f"runs on plain torch, slower than the kernels: {llm.fallback}")
             llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
+            llm.engine.speculate(OFF)
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
             use = llm.engine.runner.expert_use
@@ -160,24 +164,29 @@ class ModelBench:
                 local_read_share=use.local_share(llm.plan) if use else None,
                 expert_reads=reads,
             )
+            if sweep.speculate:
+                batch = partial(self._batch, llm, point.batch_size, sweep.new_tokens)
+                row |= draft_figures(
+                    llm, sweep.speculate, point.batch_size, sweep.new_tokens, batch
+                )
             return row, llm.plan
 
     def _rounds(self, llm: LLM, batch_size: int) -> None:
         """Run the batches; the engine's stats then cover the timed ones."""
-        sweep = self.sweep
-
-        def batch(new_tokens: int) -> None:
-            rows = [RowLengths(sweep.prompt_len, new_tokens)] * batch_size
-            finish(llm, requests(rows, sweep.config.vocab_size))
-
-        batch(min(WARM_UP_TOKENS, sweep.new_tokens))
+        new_tokens = self.sweep.new_tokens
+        self._batch(llm, batch_size, min(WARM_UP_TOKENS, new_tokens))
         llm.engine.stats = EngineStats()
         if (use := llm.engine.runner.expert_use) is not None:
             use.clear()
         start = time.perf_counter()
         for done in range(self._count):
             if not done or time.perf_counter() - start < MAX_SECONDS:
-                batch(sweep.new_tokens)
+                self._batch(llm, batch_size, new_tokens)
+
+    def _batch(self, llm: LLM, batch_size: int, new_tokens: int) -> None:
+        """Complete a batch of requests."""
+        rows = [RowLengths(self.sweep.prompt_len, new_tokens)] * batch_size
+        finish(llm, requests(rows, self.sweep.config.vocab_size))
 
     def _rival(self, point: ModelCase, row: model_rows.Row) -> dict[str, Any]:
         """The rival's figures for a point, at the ratio that its plan has in `row`."""

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.lab.bench import drafts
 from dakrun.lab.bench.model_sweep import ModelCase, ModelSweep
 from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.output import Column, microseconds
 from dakrun.lab.samples import spread
-from dakrun.plan import Links, OpPlan, Plan, bound_time, predict_prefill
+from dakrun.plan import ACCEPTANCES, Links, OpPlan, Plan, bound_time, predict_prefill
 from dakrun.plan.show.json import experts_figures
 from dakrun.units import format_decimal, format_seconds
 
@@ -35,7 +36,9 @@ FIGURES = (
     *("eb_total_bytes_per_s", "eb_total_over_ceiling", "limit_s", "limit_over_time", "bound_s"),
     *("predicted_s", "prediction_error", "ttft_s", "predicted_ttft_s", "prefill_s", "gap_s"),
     *("experts_per_step", "predicted_experts_per_step", "local_read_share"),
-    *("predicted_local_read_share", "rival", "rival_ratio", "rival_s", "rival_eb_bytes_per_s"),
+    "predicted_local_read_share",
+    *drafts.FIGURES,
+    *("rival", "rival_ratio", "rival_s", "rival_eb_bytes_per_s"),
     *("speedup", "rival_best_s", "best_speedup", "weight_bytes", "hbm_read_bytes"),
     *("remote_read_bytes", "gpu_bytes", "planned_gpu_bytes", "problem"),
 )
@@ -184,6 +187,7 @@ def model_columns(sweep: ModelSweep) -> tuple[Column, ...]:
     """The columns of a table; strategy, experts and rival only if the sweep has them."""
     several = {"strategy": len(sweep.strategies) > 1, "order": len(sweep.orders) > 1}
     several |= dict.fromkeys(EXPERTS, sweep.config.mixture is not None)
+    several |= dict.fromkeys(drafts.FIGURES, sweep.speculate > 0)
     several |= dict.fromkeys(RIVAL, sweep.rival is not None)
     several |= dict.fromkeys(RIVAL[3:], sweep.rival not in (None, "transformers"))
     return tuple(column for column in COLUMNS if several.get(column.key, True))
@@ -218,6 +222,11 @@ COLUMNS = (
     Column("predicted_experts_per_step", "predicted read", "{:.1f}".format, rank=7),
     Column("local_read_share", "read in HBM", _share, rank=2),
     Column("predicted_local_read_share", "predicted in HBM", _share, rank=7),
+    Column(drafts.FIGURES[0], "with drafts ms", _milliseconds),
+    *(
+        Column(key, f"token ms at {rate}", _milliseconds, rank=2)
+        for key, rate in zip(drafts.FIGURES[1:], ACCEPTANCES, strict=True)
+    ),
     Column("rival", "rival", rank=8),
     Column("rival_s", "rival ms", _milliseconds),
     Column("speedup", "speedup", _factor, rank=2),

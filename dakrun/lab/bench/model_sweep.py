@@ -64,7 +64,8 @@ class ModelSweep:
     random weights, in `format` (see RunOptions). `policy` has the remote tiers and the budgets.
     `rival` is another program to measure: "transformers" with the whole model in HBM, "prefetch"
     also with layers in host memory, "on-demand" with experts there. `popularity` is that of experts
-    (see RunOptions): random routers choose by it.
+    (see RunOptions): random routers choose by it. Steps with `speculate` drafts a row are measured
+    too, if it is not 0.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ModelSweep:
     format: str = AUTO
     rival: Rival | None = None
     popularity: str = AUTO
+    speculate: int = 0
     batch_sizes: tuple[int, ...] = (8,)
     ratios: tuple[ModelRatio, ...] = (0.0,)
     transports: tuple[TransportChoice, ...] = (AUTO,)

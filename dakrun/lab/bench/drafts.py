@@ -1,0 +1,36 @@
+"""Steps with drafts, and the time of a token by acceptance: `dakrun bench --model --speculate`.
+
+Measured after the steps without drafts, with the same weights. Knows neither tables nor ceilings.
+"""
+
+import statistics
+from collections.abc import Callable
+
+from dakrun.config import Speculation
+from dakrun.engine import EngineStats
+from dakrun.llm import LLM
+from dakrun.plan import ACCEPTANCES, VERIFIED_TOKENS, tokens_kept
+
+ROUNDS = 3
+FIGURES = ("draft_step_s", *(f"token_at_{rate:.0%}_s".replace("%", "") for rate in ACCEPTANCES))
+
+
+def draft_figures(
+    llm: LLM, drafts: int, rows: int, new_tokens: int, batch: Callable[[], None]
+) -> dict[str, float]:
+    """FIGURES of steps of `rows` rows with `drafts` drafts each; none if a step has no room.
+
+    `batch` completes as many requests of `new_tokens` tokens each. Steps count until a row may be
+    at its end.
+    """
+    if rows * (1 + drafts) > VERIFIED_TOKENS:
+        return {}
+    engine, steps = llm.engine, list[float]()
+    engine.speculate(Speculation("suffix", drafts))
+    for _ in range(ROUNDS):
+        engine.stats = EngineStats()
+        batch()
+        steps += list(engine.stats.step_s)[: max(1, (new_tokens - 1) // (1 + drafts))]
+    step_s = statistics.median(steps)
+    tokens = (step_s / tokens_kept(rate, drafts) for rate in ACCEPTANCES)
+    return dict(zip(FIGURES, (step_s, *tokens), strict=True))
