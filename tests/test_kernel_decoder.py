@@ -446,7 +446,7 @@ def test_steps_with_drafts_choose_what_steps_without_choose(
             for i, (p, new, one) in enumerate(zip(prompts, tokens, samplings, strict=True))
             if len(new) < NEW
         ]
-        made.limit(decode)
+        made.limit(decode, {})
         if steps == 1:
             made.place(2)
         if steps == 2:

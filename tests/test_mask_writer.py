@@ -90,6 +90,30 @@ def test_masks_follow_the_tokens_of_each_slot(grammars: Grammars, log: torch.Ten
     assert not any(one.waits for one in steps)
 
 
+def test_what_a_grammar_forces_is_known(grammars: Grammars, log: torch.Tensor) -> None:
+    """Where a mask has one token: it, and those behind it; not before it is asked for."""
+    tokens = [grammars.tokenizer.tokenize_str(text)[0] for text in ("x", "h")]
+    for forces in (False, True):
+        writer = MaskWriter(log, VOCAB, ahead=2)
+        writer.forces = forces
+        guide = choice(grammars, "xhe", "hi")
+        step = Gpu(log, 1, writer.begin(1, guide.guide(), 5), 5)
+        writer.announce()
+        assert len(step.allowed()) == 2
+        step.choose(tokens[0])
+        assert step.allowed() == [tokens[1]] or step.allowed() == [HE]
+        deadline = time.monotonic() + 20
+        while forces and not writer.forced() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        if forces:
+            position, found = writer.forced()[1]
+            assert position == 6 and grammars.tokenizer.decode_str(list(found)) == "he"
+        else:
+            assert writer.forced() == {}
+        writer.release_all()
+        assert writer.forced() == {}
+
+
 def test_a_slot_that_changes_its_request_lets_old_steps_end(
     grammars: Grammars, log: torch.Tensor
 ) -> None:

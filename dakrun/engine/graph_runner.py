@@ -144,7 +144,7 @@ class GraphRunner:
                 run()  # compiles its kernels; all rows are idle
                 self._verifying[bucket] = capture(run, self._pool)
         self._filled, self._verify = False, made
-        self._masks.ahead = self.ahead * made.width
+        self._masks.ahead, self._masks.forces = self.ahead * made.width, True
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -177,7 +177,7 @@ class GraphRunner:
         elif verify and bucket in verify.buckets and any(row.length > 1 for row in rows):
             if not self._filled:
                 self._fill()
-            verify.limit(rows)
+            verify.limit(rows, self._masks.forced())
             start.record()
             self._verifying[bucket].replay()
             logits, tokens, width = verify.backend.logits, verify.chosen, verify.width

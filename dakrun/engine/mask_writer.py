@@ -28,13 +28,15 @@ class _Guided:
     """A slot's guide, and the `position` of the token that it waits for, or of its first mask.
 
     base + position is the slot's counter once that mask is there. What was launched before turn
-    number `turn` may write to the slot's log.
+    number `turn` may write to the slot's log. `forced` are tokens without an alternative, and the
+    position of the first.
     """
 
     guide: Guide
     base: int
     position: int
     turn: int
+    forced: tuple[int, Sequence[int]] = (0, ())
 
 
 class MaskWriter:
@@ -52,6 +54,7 @@ class MaskWriter:
         slots, self._depth = log.shape
         self._log = log.numpy().reshape(-1)
         self._slots, self._words, self.ahead = slots, mask_words(vocabulary), ahead
+        self.forces = False  # whether to look for forced tokens
         self._floor = [0] * slots  # no step in flight waits for more than that
         self._guided: dict[int, _Guided] = {}
         self._begun: dict[int, _Guided] = {}  # by the main thread, not yet seen by the other
@@ -90,6 +93,11 @@ class MaskWriter:
             self._turn += 1
             self._device_turn.fill_(self._turn)
             self._reached.copy_(self._device_turn, non_blocking=True)
+
+    def forced(self) -> dict[int, tuple[int, Sequence[int]]]:
+        """By slot, tokens that its grammar has without an alternative, and the first's position."""
+        guided = list(self._guided.items())
+        return {slot: one.forced for slot, one in guided if one.forced[1]}
 
     def release_failed(self, chosen: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Release the slots among `chosen`, with their new tokens, that got no token.
@@ -202,6 +210,15 @@ class MaskWriter:
             slots = np.fromiter(live, dtype=np.int64, count=len(live))
             self._counters[slots] = [one.base + one.position for one in live.values()]
             self._watched = None
+        if self.forces and live:
+            self._force(live)
+
+    def _force(self, next_ones: dict[int, _Guided]) -> None:
+        """Find what follows where a mask has a single token."""
+        masks = self._bits[list(next_ones)]
+        single = (np.bitwise_count(masks).sum(1) == 1).tolist()
+        for one, alone in zip(next_ones.values(), single, strict=True):
+            one.forced = one.position, one.guide.forced() if alone else ()
 
     def _live(self, some: dict[int, _Guided]) -> dict[int, _Guided]:
         """Those of `some` that are still guided."""

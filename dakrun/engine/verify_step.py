@@ -6,7 +6,7 @@ Kernels accept them too, so steps run ahead of the CPU. Steps without drafts kee
 Knows rows and slots, neither graphs nor requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -27,6 +27,7 @@ from dakrun.memory.device import upload
 from dakrun.models.modules import Attention
 from dakrun.plan import VERIFIED_TOKENS
 
+Forced = tuple[int, Sequence[int]]  # tokens, behind the position of the first
 PROPOSED_STEPS = 2  # whose tokens the host proposes: one is in flight before these can be used
 
 
@@ -53,7 +54,9 @@ class VerifyStep:
         self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, proposed)
         self._progress = SlotProgress(step.log.numpy(), self._texts.log.numpy())
         self._index = FileIndex(cache.slots)
-        self._proposals: np.ndarray | None = None  # of slots, each behind its slot's number
+        # Of slots, each behind its slot's number.
+        self._proposals = np.empty((0, 3 + proposed), dtype=np.int32)
+        self._sent: dict[int, Forced] = {}
         self._limits: dict[int, SlotDrafts] = {}
         self._by_match: list[int] = []
         self._rows = rows = max(map(sum, fit), default=0)
@@ -111,10 +114,11 @@ class VerifyStep:
         for row in () if chosen else rows:
             self._know(row, row.last)
 
-    def limit(self, rows: Sequence[Row]) -> None:
+    def limit(self, rows: Sequence[Row], forced: Mapping[int, Forced]) -> None:
         """Say how far the requests of decode `rows` may go with drafts, where this has changed.
 
-        And what may follow their texts, as far as the host has found it out.
+        And what may follow their texts, as far as the host has found it out: tokens that grammars
+        have `forced`, by slot, or those of other answers.
         """
         changed = dict[int, SlotDrafts]()
         for row in rows:
@@ -132,10 +136,27 @@ class VerifyStep:
             self._by_match = list(self.lengths.by_match)
             made = torch.tensor(self._by_match, dtype=torch.int32)
             self._texts.by_match.copy_(upload(made, device))
-        if self._proposals is not None:
-            made = upload(torch.from_numpy(self._proposals), device)
+        proposals = self._forced(rows, forced)
+        if len(proposals):
+            made = upload(torch.from_numpy(proposals), device)
             self._texts.proposals[made[:, 0].long()] = made[:, 1:]
-            self._proposals = None
+        self._proposals = self._proposals[:0]
+
+    def _forced(self, rows: Sequence[Row], forced: Mapping[int, Forced]) -> np.ndarray:
+        """The proposals, with `forced` tokens that are new in place of others of their slots."""
+        new = dict[int, Forced]()
+        for row in rows if forced else ():
+            own = forced.get(row.slot)
+            if own is not None and own is not self._sent.get(row.slot):
+                self._sent[row.slot] = new[row.slot] = own
+        if not new:
+            return self._proposals
+        others = self._proposals[~np.isin(self._proposals[:, 0], list(new))]
+        made = np.full((len(new), others.shape[1]), -1, dtype=np.int32)
+        for line, (slot, (position, tokens)) in zip(made, new.items(), strict=True):
+            line[:3] = slot, position - 1, LONGEST_MATCH
+            line[3 : 3 + len(tokens)] = tokens[: len(line) - 3]
+        return np.concatenate((others, made))
 
     def place(self, n: int) -> None:
         """Let the first n rows go on where their slots are, which only the device may know."""
