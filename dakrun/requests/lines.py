@@ -44,12 +44,13 @@ class LineSource:
     _first: Line | None = None
 
     def __iter__(self) -> Iterator[Line]:
-        while line := self.peek():
-            self._first = None
-            yield line
+        first, self._first = self._first, None
+        if first:
+            yield first
+        yield from self._rest
 
-    def peek(self) -> Line | None:
-        """The next line, which stays the next one; None at the end."""
+    def first(self) -> Line | None:
+        """The first line, before any is taken, of which it stays the first; None without lines."""
         self._first = self._first or next(self._rest, None)
         return self._first
 

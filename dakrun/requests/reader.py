@@ -184,7 +184,7 @@ class RequestReader:
     @cached_property
     def _first_row(self) -> Content | None:
         """The content of the first row, which also tells the format; None if there are no rows."""
-        line = self._lines.peek()
+        line = self._lines.first()
         if line is None:
             return None
         self._check_no_array(line.data or b"")
