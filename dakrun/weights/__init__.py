@@ -1,6 +1,6 @@
 """Checkpoints: safetensors files read, norms folded, rows put into the tiers of a plan.
 
-The modules of a model (models/modules.py) say which tensors make them up. checkpoint.py and
+The operands of a model (models/operands.py) say which tensors make them up. checkpoint.py and
 dummy.py are the sources (random_routers.py: which experts random weights choose), streaming.py
 reads files ahead, parts.py decodes quantized tensors, loading.py folds norms into matrices and
 fills the tiers. convert.py and bins.py make safetensors of pytorch_model*.bin files, gguf_files.py

@@ -5,6 +5,7 @@ Knows files, tensor names and shapes, not what the tensors are for.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,18 @@ import torch
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 from dakrun.models.decoder import Decoder
-from dakrun.models.files import HEAD, read_header, safetensors_files
-from dakrun.models.folders import GGUF_HINT, first
+from dakrun.models.files import HEAD, read_header
+from dakrun.models.folders import weight_files
 from dakrun.models.operands import Operand, Request, Source
-from dakrun.weights.parts import Decoded, check_parts, parts_of, stream_decoded
-from dakrun.weights.streaming import Extent, read
+from dakrun.weights.parts import (
+    Decoded,
+    check_parts,
+    decoded,
+    part_extents,
+    parts_of,
+    shaped,
+)
+from dakrun.weights.streaming import Extent, read, stream
 
 FLOATS = {  # by safetensors' names
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
@@ -49,7 +57,7 @@ class Checkpoint:
         self._left_out = ""  # ROOT if the names in the checkpoint lack it
         try:
             homes: dict[str, Path] = {}
-            for path in _weight_files(directory):
+            for path in weight_files(directory):
                 found = self._open(path)
                 if twice := sorted(found.keys() & homes.keys()):
                     raise CannotRun(
@@ -205,8 +213,45 @@ class Checkpoint:
             out[start : start + step].copy_(piece)
 
     def stream(self, requests: Sequence[Request], device: torch.device) -> Iterator[list[Decoded]]:
-        """The rows of each request on `device` (see parts.stream_decoded)."""
-        return stream_decoded(requests, self._find, device)
+        """The rows of each request on `device`, as stored or decoded (see streaming.stream).
+
+        A format with K first is read whole, and kept while requests ask for rows of it. Raises
+        CannotRun for contents that a format does not allow.
+        """
+        left = Counter(source for request in requests for source, _ in request)
+        kept: dict[Source, list[torch.Tensor]] = {}
+        tensors = stream(self._extents(requests), device)
+        for request, loaded in zip(requests, tensors, strict=True):
+            found: list[Decoded] = []
+            here = iter(loaded)
+            for source, rows in request:
+                left[source] -= 1
+                if not source.stored:
+                    found.append((next(here),))
+                    continue
+                parts = kept.get(source) or shaped(source, here, self._find)
+                if source.stored.by_columns and left[source]:
+                    # A CPU's tensors last for one request.
+                    own = [part.clone() if part.device.type == "cpu" else part for part in parts]
+                    kept.setdefault(source, own)
+                else:
+                    kept.pop(source, None)
+                found.append(decoded(source, rows, parts))
+            yield found
+
+    def _extents(self, requests: Sequence[Request]) -> list[list[Extent]]:
+        """The extents of each request: rows of plain tensors and of parts, each part once."""
+        found, seen = [], set[Source]()
+        for request in requests:
+            needed: list[Extent] = []
+            for source, rows in request:
+                if not source.stored:
+                    needed.append(self._extent(source, rows))
+                elif not (source.stored.by_columns and source in seen):
+                    seen.add(source)
+                    needed += part_extents(source, rows, self._find)
+            found.append(needed)
+        return found
 
     def _extent(self, source: Source, rows: slice) -> Extent:
         extent = self._find(source, "")
@@ -241,25 +286,6 @@ class Checkpoint:
     def _close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; CannotRun where it has none."""
-    if files := safetensors_files(directory):
-        return files
-    if gguf := first(directory, "*.gguf"):
-        raise CannotRun(
-            f"{directory}: holds GGUF files, which are not read as they are",
-            hint=f"{GGUF_HINT} {gguf} OUTPUT_DIR",
-        )
-    if list(directory.glob("*.bin")):
-        raise CannotRun(
-            f"{directory}: holds .bin files, which can contain code",
-            hint=f"make safetensors of them: dakrun convert {directory} OUTPUT_DIR",
-        )
-    raise CannotRun(
-        f"{directory}: has no safetensors files", hint="copy the checkpoint's *.safetensors"
-    )
 
 
 def _expert_hint(name: str, config: ModelConfig) -> str | None:

@@ -1,10 +1,8 @@
-"""The tensors of quantized weights in a checkpoint: checked, read once, and decoded.
+"""The tensors of a quantized weight in a checkpoint: checked, found and decoded.
 
-Knows how a weight is stored (formats/), not files. A format with K first is read whole, and kept
-while requests ask for rows of it.
+Knows how a weight is stored (formats/), not files.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,8 +10,8 @@ import torch
 from dakrun.errors import CannotRun
 from dakrun.formats import Malformed
 from dakrun.formats.stored import SCALE_DTYPES, SCALES, Part
-from dakrun.models.operands import Request, Source
-from dakrun.weights.streaming import Extent, stream
+from dakrun.models.operands import Source
+from dakrun.weights.streaming import Extent
 
 Decoded = tuple[torch.Tensor, ...]  # rows [R, K]; of a quantized weight what its layout writes
 Find = Callable[[Source, str], Extent | None]  # a tensor by its suffix; "" for a plain one
@@ -61,53 +59,8 @@ def check_parts(
             )
 
 
-def stream_decoded(
-    requests: Sequence[Request], find: Find, device: torch.device
-) -> Iterator[list[Decoded]]:
-    """The rows of each request on `device`, as stored or decoded (see streaming.stream).
-
-    Raises CannotRun for contents that a format does not allow.
-    """
-    left = Counter(source for request in requests for source, _ in request)
-    kept: dict[Source, list[torch.Tensor]] = {}
-    tensors = stream(_extents(requests, find), device)
-    for request, loaded in zip(requests, tensors, strict=True):
-        found: list[Decoded] = []
-        here = iter(loaded)
-        for source, rows in request:
-            left[source] -= 1
-            if not source.stored:
-                found.append((next(here),))
-                continue
-            parts = kept.get(source) or _shaped(source, here, find)
-            if source.stored.by_columns and left[source]:
-                # A CPU's tensors last for one request.
-                own = [part.clone() if part.device.type == "cpu" else part for part in parts]
-                kept.setdefault(source, own)
-            else:
-                kept.pop(source, None)
-            found.append(_decoded(source, rows, parts))
-        yield found
-
-
-def _extents(requests: Sequence[Request], find: Find) -> list[list[Extent]]:
-    """The extents of each request: rows of plain tensors and of parts, each part once."""
-    found, seen = [], set[Source]()
-    for request in requests:
-        needed: list[Extent] = []
-        for source, rows in request:
-            if not source.stored:
-                plain = find(source, "")
-                assert plain is not None, "the source was checked"
-                needed.append(plain.rows(rows.start, rows.stop))
-            elif not (source.stored.by_columns and source in seen):
-                seen.add(source)
-                needed += _part_extents(source, rows, find)
-        found.append(needed)
-    return found
-
-
-def _part_extents(source: Source, rows: slice, find: Find) -> Iterator[Extent]:
+def part_extents(source: Source, rows: slice, find: Find) -> Iterator[Extent]:
+    """What to read of the tensors of a quantized weight for `rows` of it."""
     for part in parts_of(source):
         extent = find(source, part.suffix)
         if extent is not None:
@@ -115,8 +68,8 @@ def _part_extents(source: Source, rows: slice, find: Find) -> Iterator[Extent]:
             yield extent if needed is None else extent.rows(needed.start, needed.stop)
 
 
-def _shaped(source: Source, tensors: Iterator[torch.Tensor], find: Find) -> list[torch.Tensor]:
-    """The parts of a weight, in the shapes of its format; empty where they are missing."""
+def shaped(source: Source, tensors: Iterator[torch.Tensor], find: Find) -> list[torch.Tensor]:
+    """The next of `tensors` as the tensors of a quantized weight; empty where they are missing."""
     found = []
     for part in parts_of(source):
         if find(source, part.suffix) is None:
@@ -128,7 +81,8 @@ def _shaped(source: Source, tensors: Iterator[torch.Tensor], find: Find) -> list
     return found
 
 
-def _decoded(source: Source, rows: slice, parts: list[torch.Tensor]) -> Decoded:
+def decoded(source: Source, rows: slice, parts: list[torch.Tensor]) -> Decoded:
+    """`rows` of a quantized weight. Raises CannotRun for contents that no format allows."""
     assert source.stored and source.layout
     try:
         stored = source.stored.decode(parts, rows, source.shape[1], source.layout)
