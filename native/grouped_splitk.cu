@@ -130,7 +130,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   const Ring ring(args, barriers);
   const Chosen chosen{Ring::list(), ranges};
   if (threadIdx.x == kThreads - 1) ring.initialize();
-  if (threadIdx.x == 0) ptx::prefetch(args.addresses);  // read first, by all
+  // Tables that are read first, by all: a line has 16 numbers.
+  if (threadIdx.x == 0) ptx::prefetch(args.addresses);
+  if (args.shifts != nullptr && threadIdx.x * 16 < args.experts)
+    ptx::prefetch(args.shifts + threadIdx.x * 16);
   // Only behind the router's end may a successor start that reads its list.
   if (!kDown) ptx::wait_for_dependencies();
   ptx::launch_dependents();
