@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dakrun.config import SamplingParams
-from dakrun.engine import expert_moves
+from dakrun.engine import expert_copies, expert_moves
 from dakrun.engine.expert_moves import pairs
 from dakrun.llm import LLM
 from dakrun.models import popularity, read_model_config
@@ -26,9 +26,9 @@ def test_which_experts_change_places() -> None:
     assert pairs([0] * 6, tiers) == []
 
 
-def skewed(path: Path) -> Path:
+def skewed(path: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint whose routers like the experts of the highest numbers."""
-    model = tiny_models.save("glm4-moe", path)
+    model = tiny_models.save("glm4-moe", path, dtype)
     file = model / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
@@ -69,10 +69,42 @@ def test_popular_experts_come_to_the_local_tier_and_no_token_changes(
                 then = before[f"layers.{router.layer}.{name}"].view_as(now)
                 for expert in range(experts):
                     assert now[places[expert]].equal(then[order.index(expert)])
+        llm.engine.runner.moves_experts = False
         use.clear()
         again = [one.token_ids for one in llm.generate(PROMPTS, params, progress=False)]
         assert again == expected
         shares = [of["experts"]["measured_local_read_share"] for of in (report, llm.report())]
         assert shares[1] > shares[0] + 0.02
+        assert llm.report()["expert_moves"]["exchanged_pairs"] == moved
     kept = json.loads(popularity.kept_path(read_model_config(model)).read_text())["counts"]
     assert kept == counts  # of the last batch, after the counts were cleared
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_moves_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are exchanged in pieces, beside the steps of captured graphs."""
+    monkeypatch.setattr(expert_moves, "WINDOW", 8)
+    monkeypatch.setattr(expert_copies, "LEAST_COPY", 50_000)
+    model = skewed(tmp_path / "model", torch.bfloat16)
+    params = SamplingParams(max_tokens=90, logprobs=1, ignore_eos=True)
+    found, shares = [], list[float]()
+    for ratio, runs in ((0.0, 1), (0.5, 5)):
+        with LLM(
+            model, device="cuda", batch_size=4, max_model_len=128, popularity="uniform",
+            policy=Policy(offload_ratio=ratio, strategy="uniform"),
+        ) as llm:  # fmt: skip
+            assert llm.fallback is None
+            (one, *_) = (op.op for op in llm.plan.ops if op.op.chances)
+            stages = [llm.plan.prefill.stages(one.with_rows(n)) for n in (1, 30)]
+            assert stages == [False, ratio > 0]
+            use = llm.engine.runner.expert_use
+            assert use is not None
+            for _ in range(runs):
+                use.clear()
+                results = llm.generate(PROMPTS, params, progress=False)
+                found.append([(one.token_ids, one.logprobs) for one in results] + [use.counts()])
+                shares.append(llm.report()["experts"]["measured_local_read_share"])
+            moved = llm.report().get("expert_moves")
+    assert all(one == found[0] for one in found)
+    assert moved["exchanged_pairs"] >= 2 and moved["bytes"] > 0
+    assert shares[-1] > shares[1] + 0.02

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_graph_runner_emulated import CONFIGS, graphs
-from test_kernel_decoder import CARD, CPU, ROOM, config_of, launched
+from test_kernel_decoder import CARD, CPU, ROOM, config_of, launched, staging
 from tiny_models import save_half
 
 from dakrun.config import SamplingParams, Workload
@@ -25,7 +25,7 @@ from dakrun.engine import (
 from dakrun.engine.kv_cache import KVCache
 from dakrun.hardware import load_profile
 from dakrun.kernels.attention import KVShape
-from dakrun.kernels.runtime import CopyStream, copy
+from dakrun.kernels.runtime import copy
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import decoder_of
 from dakrun.plan import Policy, kv_positions, make_plan
@@ -33,7 +33,8 @@ from dakrun.requests import Completion, Request
 from dakrun.weights import Checkpoint, Packing, load, tier_capacities
 
 __all__ = ["graphs", "launched"]  # fixtures that all tests use
-BATCH, PIECE, EXPERTS = 3, 40_000, 12
+BATCH, PIECE, EXPERTS = 2, 40_000, 12
+FEW = 5  # tokens of a pass that stages nothing
 
 
 def skewed(path: Path) -> Path:
@@ -66,25 +67,26 @@ def engine_of(path: Path, ratio: float) -> Engine:
     backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
     step = DecodeStep(backend.with_buffers(None, BATCH), cache, shape, accesses["attention"])
     room = torch.empty(ROOM, dtype=torch.uint8)
-    prefill = Prefill(
-        backend.with_buffers(None, 128 + BATCH, logits=False, prompts=True), cache, shape, room, 128
-    )
+    passes, few = backend.with_buffers(None, 128 + BATCH, logits=False, prompts=True), None
+    if ratio:
+        passes, few = passes.staged_by(staging(backend)), (passes, FEW)
+    prefill = Prefill(passes, cache, shape, room, 128, few)
     copies = None
     if (tables := backend.expert_tables) is not None:
         assert backend.expert_use
         of_expert = expert_moves.matrices_at(backend.expert_use.mixtures[0], backend.matrices, 0)
-        spare = torch.full((sum(one.nbytes for one in of_expert),), 0x7F, dtype=torch.uint8)
-        copies = ExpertCopies(backend.expert_use, backend.matrices, tables, spare, 1e9)
+        spare = torch.full((2 * sum(one.nbytes for one in of_expert),), 0x7F, dtype=torch.uint8)
+        copies = ExpertCopies(backend.expert_use, backend.matrices, tables, spare, 2, 1e9)
     return Engine(GraphRunner(step, prefill, cache, shape, copies), plan, None)
 
 
 def run(engine: Engine) -> dict[str, tuple[int, ...]]:
     requests = [
         Request(
-            id=str(i), line=i + 1, prompt_ids=tuple(range(5 + i, 8 + 4 * i)),
-            params=SamplingParams(max_tokens=16 + 2 * i, ignore_eos=True),
+            id=str(i), line=i + 1, prompt_ids=tuple(range(5 + i, 8 + 3 * i)),
+            params=SamplingParams(max_tokens=12 + 3 * i, ignore_eos=True),
         )
-        for i in range(3)
+        for i in range(4)
     ]  # fmt: skip
     found = {}
     for one in engine.generate(requests):
@@ -93,8 +95,9 @@ def run(engine: Engine) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tokens_are_those_of_experts_that_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies are as early as the stream of steps lets them be, or as late, and take several steps.
 
@@ -103,24 +106,38 @@ def test_tokens_are_those_of_experts_that_stay(
     monkeypatch.setattr(expert_moves, "WINDOW", 4)
     monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
     monkeypatch.setattr(expert_copies, "LEAST_COPY", PIECE)
-    path, pending = skewed(tmp_path / "model"), list[tuple[torch.Tensor, torch.Tensor]]()
-
-    def join(_: CopyStream) -> None:
-        while pending:
-            copy(*pending.pop(0))
-
+    path = skewed(tmp_path / "model")
     wanted = run(engine_of(path, 0.0))
+    if late:
+        monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
     check(path, wanted)
-    monkeypatch.setattr(CopyStream, "copy", lambda _, *pairs: pending.extend(pairs))
-    monkeypatch.setattr(CopyStream, "join", join)
-    check(path, wanted)
+
+
+class LateStream:
+    """Copies that are made when something waits for them."""
+
+    def __init__(self, _: torch.device) -> None:
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def follow(self) -> None: ...
+
+    def copy(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._pending += pairs
+
+    def copied(self) -> None: ...
+
+    def join(self) -> None:
+        while self._pending:
+            copy(*self._pending.pop(0))
 
 
 def check(path: Path, wanted: dict[str, tuple[int, ...]]) -> None:
-    """Run with half of the weights in the remote tier."""
+    """Run with half of the weights in the remote tier, which most passes of prompts stage."""
     engine = engine_of(path, 0.5)
     runner = engine.runner
-    assert isinstance(runner, GraphRunner) and runner.expert_use and runner._moves
+    assert (
+        isinstance(runner, GraphRunner) and runner.expert_use and runner._moves and runner._copies
+    )
     use, matrices = runner.expert_use, runner._backend.matrices
     (mixture,), order = use.mixtures, list(use.orders[0])
     homes = [expert_moves.matrices_at(mixture, matrices, place) for place in range(EXPERTS)]
@@ -130,6 +147,7 @@ def check(path: Path, wanted: dict[str, tuple[int, ...]]) -> None:
     moved = runner.details()["expert_moves"]
     assert moved["exchanged_pairs"] >= 3 and moved["bytes"] >= 6 * PIECE
     while runner._moves.moving:
+        runner._copies.allow(None)
         runner._moves.between_steps(settle=True)
     counts = [use.counts()[0][expert] for expert in use.orders[0]]
     local, remote = ([n for n, at in zip(counts, tiers, strict=True) if at == t] for t in (0, 1))

@@ -15,7 +15,7 @@ from dakrun.models import known_model
 from dakrun.plan import Plan, Policy, Transport, make_plan, predict_prefill, requests_per_admission
 from dakrun.plan.ops import activation_bytes
 from dakrun.plan.plan import PrefillPlan, staging_bytes
-from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, passes
+from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, pass_seconds, passes
 
 GIB = 2**30
 
@@ -119,6 +119,33 @@ def test_remote_weights_cross_their_link_in_every_pass(transport: Transport) -> 
         assert max(link, compute) * (1 - 1e-9) <= found.bound_s < 1.05 * max(link, 1.15 * compute)
 
 
+def test_a_pass_that_needs_nearly_all_experts_stages_all() -> None:
+    """There is room for two matrices, and for 7 experts in 64 MiB that change places."""
+    policy = Policy(offload_ratio=0.5, kv_offload_ratio=0.0)
+    plan = a_plan("qwen3-30b-a3b", batch=64, prompt=512, profile="h100-sxm", policy=policy)
+    assert plan.prefill.transport == "staged"
+    experts = [op for op in plan.ops if op.op.chances and op.remote_bytes]
+    assert len(experts) == 2 and all(op.transport == "direct" for op in experts)
+    needed = 2 * max(op.largest_remote_part for op in experts)
+    needed += 7 * sum(op.op.resident_bytes for op in experts) // 128
+    assert needed <= plan.memory(0)["staging"] < 1.1 * needed
+    host = plan.profile.tier("host")
+    for tokens, staged in ((4, False), (16, False), (64, True), (4096, True)):
+        assert all(plan.prefill.stages(op.op.with_rows(tokens)) is staged for op in experts)
+        remote = sum(op.remote_bytes if staged else op.read_at(1, tokens) for op in experts)
+        rate = host.staged_bytes_per_s if staged else host.direct_bytes_per_s
+        seconds = pass_seconds(plan, 0, 0, [((0, tokens), 1)], 0.0)
+        assert remote / rate < seconds < 1.2 * remote / rate + 0.05
+    direct = replace(plan, prefill=PrefillPlan(transport="direct"))
+    assert not any(direct.prefill.stages(op.op) for op in experts)
+    # Of 128 rows an expert: a tile reads it once.
+    once, also_once, twice = (
+        pass_seconds(direct, 0, 0, [((0, tokens), 1)], 0.0) for tokens in (1024, 2048, 4096)
+    )
+    assert sum(op.remote_bytes for op in experts) / host.direct_bytes_per_s < once
+    assert also_once < 1.1 * once and 1.8 * also_once < twice < 2.2 * also_once
+
+
 def test_passes_grow_until_the_link_is_hidden() -> None:
     policy = Policy(offload_ratio=1.0, kv_offload_ratio=0.0)
     large = a_plan(batch=32, prompt=512, profile="h200-pcie5", policy=policy)
@@ -144,7 +171,7 @@ def test_passes_have_the_room_that_is_left(spare: int) -> None:
     memory = plan.memory(0)
     assert sum(memory.values()) <= plan.budgets[0]
     assert memory["activations"] >= activation_bytes(model, work, plan.prefill.chunk_tokens)
-    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill.transport)
+    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill)
     base = replace(plan, prefill=PrefillPlan())
     assert predict_prefill(plan).predicted_s <= predict_prefill(base).predicted_s
 

@@ -3,6 +3,7 @@
 Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
+import bisect
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -37,6 +38,7 @@ from dakrun.plan import (
     kv_staging_bytes,
     pass_tokens,
     ring_bytes,
+    spare_experts,
 )
 from dakrun.weights.loading import OnLoad, Packing, Tensors, can_pack, load
 
@@ -98,17 +100,21 @@ def build_runner(
     torch.cuda.empty_cache()  # return the temporary memory of loading to the driver
     positions = shape.blocks * KV_BLOCK
     backend = KernelBackend(decoder_of(model), weights, accesses, positions)
-    steps, prefill = _staging(plan, backend)
-    step = DecodeStep(backend.with_buffers(steps, cache.slots), cache, shape, accesses["attention"])
+    staging = _staging(plan, backend)
+    step = DecodeStep(
+        backend.with_buffers(staging["steps"], cache.slots), cache, shape, accesses["attention"]
+    )
     chunk_tokens = plan.prefill.chunk_tokens
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
     remote = cache.spill_blocks or any(cache.counts[1:])
     room = torch.empty(staged if remote else 0, dtype=torch.uint8, device=device)
     tokens = pass_tokens(plan.workload, chunk_tokens)
-    prompts = Prefill(
-        backend.with_buffers(prefill, tokens + cache.slots, logits=False, prompts=True),
-        cache, shape, room, chunk_tokens,
-    )  # fmt: skip
+    passes = backend.with_buffers(
+        staging["prompts"], tokens + cache.slots, logits=False, prompts=True
+    )
+    few_tokens = _few_tokens(plan)
+    few = None if few_tokens is None else (passes.staged_by(staging["few"]), few_tokens)
+    prompts = Prefill(passes, cache, shape, room, chunk_tokens, few)
     return GraphRunner(step, prompts, cache, shape, _expert_copies(plan, backend))
 
 
@@ -146,22 +152,43 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     )  # fmt: skip
 
 
-def _staging(plan: Plan, backend: KernelBackend) -> tuple[Staging | None, Staging | None]:
-    """Staging of decode steps and of prefill through one ring; None where nothing is staged."""
-    matrices = backend.matrices
-    remote = [linear for linear in backend.order if staged_bytes(matrices[linear.name])]
-    in_steps = [one.name for one in remote if plan.op(one.op).transport == "staged"]
-    in_prefill = [one.name for one in remote] if plan.prefill.transport == "staged" else []
-    sizes = [staged_bytes(matrices[name]) for name in {*in_steps, *in_prefill}]
+def _staging(plan: Plan, backend: KernelBackend) -> dict[str, Staging | None]:
+    """Staging of decode "steps", of "prompts", and of "few" tokens of these, through one ring.
+
+    Of few tokens experts stay where they are. None where nothing is staged.
+    """
+    matrices, prefill = backend.matrices, plan.prefill
+    remote = {
+        one.name: plan.op(one.op) for one in backend.order if staged_bytes(matrices[one.name])
+    }
+    most = prefill.chunk_tokens
+    prompts = [name for name, op in remote.items() if prefill.stages(op.op.with_rows(most))]
+    names = {
+        "steps": [name for name, op in remote.items() if op.transport == "staged"],
+        "prompts": prompts,
+        "few": [name for name in prompts if not remote[name].op.chances],
+    }
+    sizes = [staged_bytes(matrices[name]) for name in {*names["steps"], *prompts}]
     ring = torch.empty(
         ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device
     )
     together = min(STAGED_TOGETHER, ring.numel() // RING_GROUPS)
     staging = partial(Staging, matrices, ring=ring, together=together)
-    return (
-        staging(staged=in_steps) if in_steps else None,
-        staging(staged=in_prefill, early=False) if in_prefill else None,
-    )
+    return {
+        passes: staging(staged=staged, early=passes == "steps") if staged else None
+        for passes, staged in names.items()
+    }
+
+
+def _few_tokens(plan: Plan) -> int | None:
+    """Tokens of the largest pass of prompts that stages no experts; None if no pass stages any."""
+    prefill, most = plan.prefill, plan.prefill.chunk_tokens
+    experts = [op.op for op in plan.ops if op.op.chances and op.remote_bytes]
+
+    def staged(tokens: int) -> bool:
+        return any(prefill.stages(op.with_rows(tokens)) for op in experts)
+
+    return bisect.bisect_left(range(1, most), True, key=staged) if staged(most) else None
 
 
 def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
@@ -174,7 +201,8 @@ def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
         matrix.format.nbytes(matrix.shape[0] // count, matrix.shape[1])
         for matrix in (backend.matrices[one.name] for one in (mixture.up, mixture.down))
     )
-    spare = torch.empty(size, dtype=torch.uint8, device=backend.like.device)
+    together = spare_experts(size)
+    spare = torch.empty(together * size, dtype=torch.uint8, device=backend.like.device)
     remote = {
         plan.tiers[tier]
         for op in plan.ops
@@ -182,7 +210,7 @@ def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
         if op.op.chances and op.resident_bytes(tier)
     }
     rate = min(Links.of(plan.profile, plan.tiers[1:]).staged[tier] for tier in remote)
-    return ExpertCopies(use, backend.matrices, tables, spare, rate)
+    return ExpertCopies(use, backend.matrices, tables, spare, together, rate)
 
 
 def tier_accesses(plan: Plan, card: Card) -> dict[str, tuple[TierAccess, ...]]:

@@ -135,7 +135,7 @@ class DecodeStep:
 
         Matrices are not staged. An op's launches may be repeated, to time them alone.
         """
-        n, backend = sum(bucket), self.backend.unstaged()
+        n, backend = sum(bucket), self.backend.staged_by(None)
         self.cascades = False
         recorder = _Recorder(backend)
         attention = recorder.recorded(self.attention(bucket))

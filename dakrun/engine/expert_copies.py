@@ -68,8 +68,8 @@ class ExpertTables:
 class ExpertCopies:
     """Exchanges pairs of experts, of `matrices` whose shifts are in `tables`.
 
-    `spare`, uint8 in HBM, has room for an expert. Copies of a step take up to COPY_SHARE of the
-    seconds of the last one, at `rate` bytes/s.
+    `spare`, uint8 in HBM, has room for `together` experts: so many pairs may be under way. Copies
+    of a step take up to COPY_SHARE of the seconds of the last one, at `rate` bytes/s.
     """
 
     def __init__(
@@ -78,13 +78,15 @@ class ExpertCopies:
         matrices: Mapping[str, TieredMatrix],
         tables: ExpertTables,
         spare: torch.Tensor,
+        together: int,
         rate: float,
     ) -> None:
         self._use, self._matrices, self._tables = use, matrices, tables
         self._stream, self._rate = CopyStream(spare.device), rate
+        self._started = False  # whether there are copies for which no step waits yet
         self._room = LEAST_COPY  # bytes that may be copied beside the next step
-        self._spare: list[torch.Tensor] = []  # for the two matrices of an expert
-        self._space = spare
+        self.together, self._rooms = together, list(spare.view(together, -1))
+        self._spare: list[list[torch.Tensor]] = []  # pieces of the two matrices of an expert
         self._pieces: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer and local place
 
     def allow(self, seconds: float | None) -> None:
@@ -92,11 +94,16 @@ class ExpertCopies:
         bounded = None if seconds is None else round(COPY_SHARE * seconds * self._rate)
         self._room = sys.maxsize if bounded is None else max(LEAST_COPY, bounded)
 
+    def finish(self) -> None:
+        """Wait for the copies that have been started."""
+        if (copied := self._stream.copied()) is not None:
+            copied.synchronize()
+
     def exchange(self, layer: int, first: int, second: int) -> Iterator[bool]:
         """An Exchange (expert_moves.py) of the experts at a remote and a local place of a layer."""
         remote, local = (self._homes(layer, place) for place in (first, second))
         cold = self._pieces.pop((layer, second), local)
-        hot = self._spare or list(self._space.split([piece.nbytes for piece in cold]))
+        hot = self._take([piece.nbytes for piece in cold])
         yield from self._copied(hot, remote, away=False)
         self._use.exchange(layer, first, second)
         self._tables.set_places(layer, self._use.orders[layer])
@@ -106,7 +113,12 @@ class ExpertCopies:
         yield from self._copied(remote, cold, away=True)
         self._lie(layer, first, remote, remote)
         self._tables.publish(layer)
-        self._pieces[layer, second], self._spare = hot, cold
+        self._pieces[layer, second] = hot
+        self._spare.append(cold)
+
+    def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Spare pieces of so many bytes."""
+        return self._spare.pop() if self._spare else list(self._rooms.pop().split(sizes))
 
     def _homes(self, layer: int, place: int) -> list[torch.Tensor]:
         """The bytes of a place's matrices, which are in one array each."""
@@ -129,11 +141,24 @@ class ExpertCopies:
             while first < here.nbytes:
                 if self._room <= 0:
                     yield away
-                    self._stream.join()
+                    self._join()
+                    continue
                 end = min(first + self._room, here.nbytes)
-                self._stream.follow()
+                self._follow()
                 self._stream.copy((there[first:end], here[first:end]))
                 self._room -= end - first
                 first = end
         yield away
-        self._stream.join()
+        self._join()
+
+    def _follow(self) -> None:
+        """Let copies wait for the steps so far, the readers of all that tables no longer name."""
+        if not self._started:
+            self._stream.follow()
+        self._started = True
+
+    def _join(self) -> None:
+        """Let the next step wait for the copies so far."""
+        if self._started:
+            self._stream.join()
+        self._started = False

@@ -25,7 +25,7 @@ Exchange = Callable[[int, int, int], Iterator[bool]]
 
 
 class ExpertMoves:
-    """Exchanges of experts, one pair after the other, by the counts of `use`.
+    """Exchanges of experts by the counts of `use`, up to `together` pairs at a time.
 
     `exchanged` pairs of `nbytes` bytes in all so far. Experts move whose matrices lie in one piece,
     in one tier. `exchange` moves them, by default in plain torch.
@@ -36,6 +36,7 @@ class ExpertMoves:
         use: ExpertUse,
         matrices: Mapping[str, TieredMatrix],
         exchange: Exchange | None = None,
+        together: int = 1,
     ) -> None:
         self._use, self._matrices = use, matrices
         self._exchange = exchange or self._swap
@@ -43,29 +44,28 @@ class ExpertMoves:
         self._looked: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._steps = 0
         self._due: deque[tuple[int, int, int]] = deque()  # a layer, and two places
-        self._moving: Iterator[bool] | None = None
+        self._together, self._moving = together, list[Iterator[bool]]()
         self._tiers = [place_tiers(mixture, matrices) for mixture in use.mixtures]
         self.exchanged = self.nbytes = 0
 
     def between_steps(self, *, settle: bool = False) -> None:
-        """Go on with the next pair; look for pairs if a window has passed.
+        """Go on with pairs that are due; look for more if a window has passed.
 
         With `settle` every expert is at its place in the next step.
         """
         self._look()
-        if self._moving is None and self._due:
-            self._moving = self._counting(*self._due.popleft())
-        while self._moving is not None:
-            away = next(self._moving, None)
-            if away is None:
-                self._moving = None
-            if not (away and settle):
-                return
+        while self._due and len(self._moving) < self._together:
+            self._moving.append(self._counting(*self._due.popleft()))
+        away = True
+        while away:
+            states = [(one, next(one, None)) for one in self._moving]
+            self._moving = [one for one, state in states if state is not None]
+            away = settle and any(state for _, state in states)
 
     @property
     def moving(self) -> bool:
         """Whether a pair is under way."""
-        return self._moving is not None
+        return bool(self._moving)
 
     def report(self) -> dict[str, Any]:
         """What has been exchanged, JSON-ready."""
@@ -84,7 +84,8 @@ class ExpertMoves:
         if use.steps < self._steps:  # the counts have been cleared
             self._steps, self._looked = 0, None
             self._counted.zero_()
-        if self._looked is None and not self._due and use.steps - self._steps >= WINDOW:
+        idle = not (self._looked or self._due or self._moving)
+        if idle and use.steps - self._steps >= WINDOW:
             self._steps = use.steps
             chosen = use.chosen()
             counted = download(chosen)

@@ -82,6 +82,7 @@ class GraphRunner:
     """
 
     ahead = 2
+    moves_experts = True
 
     def __init__(
         self,
@@ -118,7 +119,8 @@ class GraphRunner:
         self.expert_use: ExpertUse | None = use
         self._copies, self._moves = copies, None
         if copies and use:
-            self._moves = ExpertMoves(use, self._backend.matrices, copies.exchange)
+            matrices = self._backend.matrices
+            self._moves = ExpertMoves(use, matrices, copies.exchange, copies.together)
         self._step_s = 0.0  # of the last step without prompts
 
     def details(self) -> dict[str, Any]:
@@ -151,9 +153,10 @@ class GraphRunner:
         """Start a step in the smallest bucket that holds all decode rows."""
         self.cache.flush()
         rows, prompts = step
-        if self._moves and self._copies:
-            self._copies.allow(self._step_s)
-            self._moves.between_steps()
+        if self._moves and self._copies and self.moves_experts:
+            settle = bool(prompts) and self._prefill.stages_experts
+            self._copies.allow(None if settle else self._step_s)
+            self._moves.between_steps(settle=settle)
         if self.expert_use is not None:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
@@ -249,6 +252,8 @@ class GraphRunner:
         self._masks.release_all()
         while self._steps:
             self.collect()
+        if self._copies:
+            self._copies.finish()
 
     def _pass(
         self, bucket: Bucket, parts: Sequence[Row], ended: Sequence[Row]

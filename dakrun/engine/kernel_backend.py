@@ -50,15 +50,14 @@ class KernelBackend:
         self.staging: Staging | None = None
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
         self._vectors, self._accesses = weights.resident, accesses
-        # The linear modules of a pass that may be staged, in the order of their use.
-        self.order = [
+        # The modules of a pass that may be staged, in the order of their use.
+        self.order: list[Linear | Experts] = [
             module
             for module in model.modules()
-            if isinstance(module, Linear) and module is not model.embedding.project
+            if isinstance(module, Linear | Experts) and module is not model.embedding.project
         ]
-        used = [m for m in model.matrices() if m in self.order or isinstance(m, Experts)]
         self._following = {
-            a.name: b.name for a, b in itertools.pairwise(used) if isinstance(b, Linear)
+            a.name: b.name for a, b in itertools.pairwise(self.order) if isinstance(b, Linear)
         }
         self._behind_experts = {
             mixture.router.weight.name: self._following.get(mixture.down.name)
@@ -106,22 +105,25 @@ class KernelBackend:
         such buffer for the logits. Experts are counted as those of decode steps, or of steps with
         `prompts`.
         """
-        found = self._staged_by(staging)
+        found = self.staged_by(staging)
         found._kind = PROMPTS if prompts else DECODE
         found._kept = self._allocate(rows, logits=logits)
         found._experts = found._expert_products(rows)
         return found
 
-    def unstaged(self) -> "KernelBackend":
-        """A copy with the same kept buffers that stages no matrix."""
-        return self._staged_by(None)
+    def staged_by(self, staging: Staging | None) -> "KernelBackend":
+        """A copy with the same kept buffers whose matrices are staged by `staging`, if by any."""
+        found = copy.copy(self)
+        found.staging, found._buffers = staging, {}
+        found._operands = self._read_by(staging)
+        return found
 
     def for_logits(self) -> "KernelBackend":
         """A copy that stages no matrix and computes logits between passes of this one.
 
         They are written to the largest of the kept buffers that hold nothing then.
         """
-        found, width = self._staged_by(None), self.model.head.width
+        found, width = self.staged_by(None), self.model.head.width
         idle = max((kept for op, kept in self._kept.items() if op != "x"), key=torch.numel)
         if (rows := idle.numel() // width) == 0:
             idle, rows = self.like.new_empty(1, width), 1
@@ -232,11 +234,18 @@ class KernelBackend:
         The result overwrites `residual`.
         """
         assert self._passing, "after route"
-        self._pdl = True
-        operands = self._operands[experts.name]
+        name, operands, staging = experts.name, self._operands[experts.name], self.staging
+        if staging:
+            staging.fetch(name)
+        pdl = not (staging and staging.waits(name))
         if residual is None:
-            return self._passing.gate_up(x, chosen, *operands)
-        return self._passing.down(x, chosen, *operands, residual)
+            out = self._passing.gate_up(x, chosen, *operands, pdl=pdl)
+        else:
+            out = self._passing.down(x, chosen, *operands, residual, pdl=pdl)
+        if staging:
+            staging.release(name)
+        self._pdl = True
+        return out
 
     def head_norms(self, attention: Attention) -> HeadNorms | None:
         """The norms of query and key heads, if there are any of single heads."""
@@ -302,13 +311,6 @@ class KernelBackend:
         if linear.op in self._buffers:
             return self._buffers[linear.op][:n]
         return self.like.new_empty(n, linear.width)
-
-    def _staged_by(self, staging: Staging | None) -> "KernelBackend":
-        """A copy with the same kept buffers whose matrices are staged by `staging`."""
-        found = copy.copy(self)
-        found.staging, found._buffers = staging, {}
-        found._operands = self._read_by(staging)
-        return found
 
     def _read_by(
         self, staging: Staging | None

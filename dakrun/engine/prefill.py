@@ -32,7 +32,9 @@ from dakrun.units import ceil_div
 class Prefill:
     """Runs prompts of a model whose slots are in `cache`, in passes of up to `chunk_tokens`.
 
-    `room`, uint8 in HBM, holds keys and values of remote slots until they are copied there.
+    `room`, uint8 in HBM, holds keys and values of remote slots until they are copied there. Passes
+    of up to so many tokens as `few` says run on its backend, which has the same buffers but does
+    not stage experts.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Prefill:
         shape: KVShape,
         room: torch.Tensor,
         chunk_tokens: int,
+        few: tuple[KernelBackend, int] | None = None,
     ) -> None:
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self._few = chunk_tokens, few
         self._backend, self._cache, self._shape = backend, cache, shape
         self._scoring: KernelBackend | None = None  # for the head alone, which nothing stages
         self._heads = backend.like.new_empty(backend.rows, backend.model.config.q_size)
@@ -58,7 +61,9 @@ class Prefill:
         first. Also returns the last layer's output [T, H] after all tokens of `parts`, for
         `scores`.
         """
-        backend, device, n = self._backend, self._backend.like.device, sum(bucket)
+        n = sum(bucket)
+        backend = self._backend_of(n + sum(row.length for row in parts))
+        device = backend.like.device
         spans = [torch.arange(row.start, row.start + row.length) for row in parts]
         positions = upload(torch.cat(spans).int(), device)
         tokens = [token for row in parts for token in row.tokens]
@@ -81,6 +86,14 @@ class Prefill:
         logits = backend.model.logits(backend, hidden[upload(chosen, device)])
         self._writer.end()
         return logits, hidden[n:]
+
+    @property
+    def stages_experts(self) -> bool:
+        """Whether passes read copies of experts, which are to be at their places then."""
+        return self._few is not None
+
+    def _backend_of(self, tokens: int) -> KernelBackend:
+        return self._few[0] if self._few and tokens <= self._few[1] else self._backend
 
     def scores(self, step: Step, hidden: torch.Tensor) -> Scores:
         """Start to compute the log-probabilities of a step's `scored` tokens, from `logits`."""

@@ -112,6 +112,7 @@ class ReferenceRunner:
     """A runner in plain torch: a step is done when `launch` returns."""
 
     ahead = 1
+    moves_experts = True
     chunk_tokens = PREFILL_CHUNK_TOKENS
 
     def __init__(
@@ -159,7 +160,7 @@ class ReferenceRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Compute a step."""
-        if self._moves:
+        if self._moves and self.moves_experts:
             self._moves.between_steps()
         step = self._drafted(step)
         logits, scores = self.logits(step)

@@ -26,6 +26,7 @@ class Runner(Protocol):
     lists the slots in the order in which to fill them. Up to `ahead` steps may be launched before
     the tokens of the oldest are collected. A step takes up to `chunk_tokens` tokens of prompts.
     `expert_use` counts the choices of routers; None if the model has none, or they are not counted.
+    With `moves_experts` experts change places as a run goes.
     """
 
     cache: KVCache
@@ -33,6 +34,7 @@ class Runner(Protocol):
     ahead: int
     chunk_tokens: int
     expert_use: ExpertUse | None
+    moves_experts: bool
 
     def draft(self, most: int) -> None:
         """Prepare for steps that carry up to `most` drafted tokens of a row."""

@@ -22,7 +22,7 @@ from dakrun.plan.ops import (
 )
 from dakrun.plan.options import RunKeywords, RunOptions
 from dakrun.plan.peak_blocks import blocks_suffice
-from dakrun.plan.plan import RING_GROUPS, OpPlan, Plan, ring_bytes
+from dakrun.plan.plan import RING_GROUPS, OpPlan, Plan, ring_bytes, spare_experts
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
 from dakrun.plan.prefill import pass_seconds, predict_prefill, requests_per_admission
@@ -81,6 +81,7 @@ __all__ = [
     "ring_bytes",
     "run_bound",
     "sms_by_tier",
+    "spare_experts",
     "tokens_kept",
     "weight_bytes",
 ]

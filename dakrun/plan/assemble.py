@@ -78,7 +78,7 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
 def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
     seconds = sum(sum(op.predicted_s) for op in ops) + waits_s(ops, problem.costs.links)
     free = problem.budgets[0] - _local_bytes(problem, ops)
-    ring = staging_bytes(ops, "staged") - problem.staging
+    ring = staging_bytes(ops, replace(problem.prefill, transport="staged")) - problem.staging
     passes = problem.passes(free - max(0, ring), staged=ring <= free)
     waits = problem.prompts_in(passes).seconds((op.op.name, op.shares) for op in ops)
     return Candidate(

@@ -7,35 +7,40 @@ from typing import Literal
 from dakrun.config import ModelConfig, Workload
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile, why_no_kernels
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, kept_positions, kv_positions, weight_bytes
+from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import STAGED_TOGETHER, Regime
 
+# Share of the bytes of experts that a pass reads, at least, if all remote ones are to be staged:
+# direct reading of host memory reaches so much of the copy engine's rate (51 of 55 GB/s).
+STAGED_EXPERTS = 0.9
+SPARE_BYTES, MOST_SPARE = 64 << 20, 8  # of experts that change places: beyond the first
 RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
 
 
-def staging_bytes(ops: Iterable[PlacedOp], prefill: Transport = "direct") -> int:
+def staging_bytes(ops: Iterable[PlacedOp], prefill: "PrefillPlan") -> int:
     """Bytes of the local tier's buffers for the staged parts of `ops`.
 
-    Decode steps stage the ops of that transport, a staged `prefill` all matrices. Both use the
-    same buffers. Where experts are in several tiers, there is room for one more, since they change
-    places.
+    Decode steps stage the ops of that transport, prompts what `prefill` stages in passes of its
+    tokens. Both use the same buffers. Where experts are in several tiers, there is room for some
+    more (spare_experts), since they change places.
     """
-    placed = list(ops)
-    spare = sum(
-        op.op.resident_bytes // len(op.op.chances)
-        for op in placed
-        if op.op.chances and op.remote_bytes
-    )
-    staged = [
-        op
-        for op in placed
-        if op.transport == "staged" or (prefill == "staged" and op.op.category == "linear")
-    ]
+    staged, expert = list[PlacedOp](), 0  # bytes
+    for op in ops:
+        if op.op.chances and op.remote_bytes:
+            expert += op.op.resident_bytes // len(op.op.chances)
+        one = op.op.with_rows(prefill.chunk_tokens) if op.op.chances else op.op
+        if op.transport == "staged" or prefill.stages(one):
+            staged.append(op)
     total = sum(op.remote_bytes for op in staged)
     largest = max((op.largest_remote_part for op in staged), default=0)
-    return ring_bytes(largest, total) + spare
+    return ring_bytes(largest, total) + spare_experts(expert) * expert
+
+
+def spare_experts(nbytes: int) -> int:
+    """Experts of `nbytes` each for which HBM has room besides: so many change places at a time."""
+    return max(1, min(MOST_SPARE, SPARE_BYTES // nbytes)) if nbytes else 0
 
 
 def ring_bytes(largest: int, total: int) -> int:
@@ -69,6 +74,17 @@ class PrefillPlan:
 
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
     transport: Transport = "direct"
+
+    def stages(self, one: Op) -> bool:
+        """Whether remote bytes of `one`, of a pass's tokens, are read after a copy of all of them.
+
+        That is so for matrices if passes are staged, for experts if nearly all of them are read.
+        """
+        if self.transport == "direct":
+            return False
+        if one.category == "experts":
+            return one.read_bytes >= STAGED_EXPERTS * one.resident_bytes
+        return one.category == "linear"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
     with the buffers reserved until they suffice.
     """
     candidate = _search(problem, thorough)
-    while (needed := staging_bytes(candidate.ops, problem.prefill.transport)) > problem.staging:
+    while (needed := staging_bytes(candidate.ops, problem.prefill)) > problem.staging:
         problem = problem.with_staging(needed)
         candidate = _search(problem, thorough)
     return candidate

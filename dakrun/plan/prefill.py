@@ -13,8 +13,10 @@ from dakrun.plan.ops import Op, activation_bytes
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
 from dakrun.plan.policy import Transport
 from dakrun.plan.prompt_pass import (
+    MATRICES,
     PREFILL_LAUNCH_ROWS,
     attention_part,
+    launch_reads,
     matrix_lines,
     rows_seconds,
 )
@@ -80,7 +82,7 @@ def _options(plan: Plan) -> Iterator[Plan]:
     work = plan.workload
     transports: list[Transport] = [plan.policy.transport or "direct"]
     tokens = highest = PREFILL_LAUNCH_ROWS
-    if any(op.op.category == "linear" and op.ratio > 0 for op in plan.ops):
+    if any(op.op.category in MATRICES and op.ratio > 0 for op in plan.ops):
         highest = max(highest, work.batch_size * work.prompt_len)
         if plan.policy.transport is None:
             transports.append("staged")
@@ -94,7 +96,7 @@ def _with(plan: Plan, prefill: PrefillPlan) -> Plan:
     """`plan` with `prefill`, and its activations and staging buffers in the memory map."""
     held = activation_bytes(plan.model, plan.workload, prefill.chunk_tokens)
     fixed = plan.fixed_bytes | {"activations": held}
-    needed = staging_bytes(plan.ops, prefill.transport)
+    needed = staging_bytes(plan.ops, prefill)
     if staging := max(plan.fixed_bytes.get("staging", 0), needed):
         fixed["staging"] = staging
     return replace(plan, prefill=prefill, fixed_bytes=fixed)
@@ -131,7 +133,9 @@ def predict_prefill(plan: Plan) -> PrefillForecast:
             bytes over each link by the copy engine, in either direction, / its rate).
 
     - A linear op does 2 R M K FLOPs. It reads its matrix once or, with direct reads, once for
-      PREFILL_LAUNCH_ROWS tokens. Staged parts are copied while other ops run.
+      PREFILL_LAUNCH_ROWS tokens. Staged parts are copied while other ops run. The same holds for
+      the experts that are read; they are staged, all of them, where nearly all are. Direct reads
+      of an expert are one for each tile of its rows.
     - The lm_head runs on the last token of the prompts that end in the pass.
     - Attention is a launch for each prompt. L tokens from position s on do
       4 Hq D (L s + L (L + 1) / 2) FLOPs, causally, at P(L). They read s positions of keys and
@@ -247,16 +251,19 @@ class _Pass:
             n = ends if op.op.name == "lm_head" else rows
             if n:
                 one = op.op.with_rows(n)
+                staged = self._plan.prefill.stages(one)
                 for counts, layers in Counter(op.placement).items():
-                    self._add_matrix(one, one.read_shares(counts), layers)
+                    ratios = one.shares(counts) if staged else one.read_shares(counts)
+                    self._add_matrix(one, ratios, layers, staged=staged)
 
-    def _add_matrix(self, one: Op, ratios: Sequence[float], layers: int) -> None:
-        """A linear op or gather in `layers` layers, with its ratio in every tier."""
-        staged = self._plan.prefill.transport == "staged" and one.category == "linear"
-        reads = 1
-        if one.category == "linear" and not staged and ratios[0] < 1:
-            reads = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
-        compute = compute_time(one, self._plan.profile, self._plan.model.dtype)
+    def _add_matrix(self, one: Op, ratios: Sequence[float], layers: int, *, staged: bool) -> None:
+        """A matrix in `layers` layers, with the ratio in every tier of what a pass reads.
+
+        Of staged experts that is all of them.
+        """
+        profile = self._plan.profile
+        reads = 1 if staged or ratios[0] == 1 else launch_reads(one, profile)
+        compute = compute_time(one, profile, self._plan.model.dtype)
         work, copies = matrix_lines(one, self._links, compute, staged=staged, reads=reads)
         for name, line in copies.items():
             self._copies_s[name] += layers * line_time(line, ratios)

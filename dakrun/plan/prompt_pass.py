@@ -5,12 +5,14 @@ budgets.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL, HardwareProfile
+from dakrun.launches import EXPERT_CHUNK_ROWS, grouped_shapes
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import PrefillPlan
@@ -26,6 +28,7 @@ from dakrun.plan.roofline import (
 from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
+MATRICES = ("linear", "experts")  # categories of ops
 WORK = "work"  # of the SMs; else what a pass waits for is a link and a direction of copies
 
 
@@ -34,12 +37,28 @@ def matrix_lines(
 ) -> tuple[list[Line], dict[str, Line]]:
     """Lower bounds of a layer of `one` in seconds: of the SMs' work, and of copies by link.
 
-    Its arithmetic takes `compute` seconds. It is read in place `reads` times, or `staged`.
+    Its arithmetic takes `compute` seconds. It is read in place `reads` times, or `staged`: of
+    experts all of them.
     """
-    lines = links.lines(reads * one.read_bytes, compute, staged=staged)
+    read = one.resident_bytes if staged else reads * one.read_bytes
+    lines = links.lines(read, compute, staged=staged)
     copied = lines.keys() - {COMPUTE, LOCAL} if staged else set()
     work = [line for name, line in lines.items() if name not in copied]
     return work, {name: lines[name] for name in copied}
+
+
+def launch_reads(one: Op, profile: HardwareProfile) -> int:
+    """Times that a pass reads remote bytes of `one` in place: once for each launch.
+
+    CTAs that compute a dense matrix share what they read. An expert is read once for each tile of
+    the rows that chose it.
+    """
+    launches = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
+    if one.category != "experts" or profile.device != "cuda":
+        return launches if one.category in MATRICES else 1
+    shapes = grouped_shapes(profile.card, one.atom_bytes)
+    most = max((shape.rows for shape in shapes), default=EXPERT_CHUNK_ROWS)
+    return launches * math.ceil(one.rows_per_weight / launches / most)
 
 
 def attention_part(
@@ -120,10 +139,9 @@ class PromptPasses:
                 self.times[op.name] = _attention_times(costs, op, spans, batches)
                 continue
             one = op.with_rows(ends if op.name == "lm_head" else rows)
-            staged = prefill.transport == "staged" and op.category == "linear"
+            staged = prefill.stages(one)
             compute = kernel_compute_time(one, compute_time(one, profile, model.dtype), profile)
-            in_place = op.category == "linear" and not staged
-            reads = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS) if in_place else 1
+            reads = 1 if staged else launch_reads(one, profile)
             lines, copies = matrix_lines(one, links, compute, staged=staged, reads=reads)
             each = batches * passes * op.layers
             self.times[op.name] = PassTimes(

@@ -83,6 +83,7 @@ def _all_figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     }
     if experts := report["experts"]:
         rows["experts"] = _experts(experts, plan["tiers"][0]["name"])
+        rows["experts"] += _moved(report.get("expert_moves"))
     for tier in report["tiers"]:
         parts = {k.removesuffix("_bytes"): v for k, v in tier.items() if k != "name" and v}
         text = ", ".join(f"{k} {format_bytes(v)}" for k, v in parts.items())
@@ -100,6 +101,14 @@ def _experts(experts: Mapping[str, Any], local: str) -> str:
         text + f"{experts['predicted_at_mean_batch']:.1f} in a layer, {shares[0]:.0%} in {local}; "
         f"it read {experts['measured_per_step']:.1f}, {shares[1]:.0%}"
     )
+
+
+def _moved(moves: Mapping[str, Any] | None) -> str:
+    """Experts that have changed places; empty if none has."""
+    if not moves or not moves["exchanged_pairs"]:
+        return ""
+    pairs, size = counted(moves["exchanged_pairs"], "pair"), format_bytes(moves["bytes"])
+    return f"; {pairs} changed places ({size})"
 
 
 def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,6 +5,7 @@ Knows operands and how a router chooses, no models and no plans.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -96,17 +97,23 @@ class ExpertProducts:
         choices: Choices,
         weight: TieredMatrix,
         accesses: Sequence[TierAccess],
+        *,
+        pdl: bool = True,
     ) -> torch.Tensor:
-        """Gated rows [n k, I] of x [n, H]: the pairs of the `choices`, one after another."""
+        """Gated rows [n k, I] of x [n, H]: the pairs of the `choices`, one after another.
+
+        Without `pdl` no launch starts before what is ahead of this call has ended.
+        """
         out = self._inner[: len(x) * self._routing.top_k]
         for rows, routed in choices:
             if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
                 copies = self._copies(rows)
-                permute(x[rows], routed.places[: rows.stop - rows.start], copies, pdl=True)
+                permute(x[rows], routed.places[: rows.stop - rows.start], copies, pdl=pdl)
                 self._multiply(copies, routed, weight, accesses, out[self._pairs(rows)], gates=True)
-                continue
-            config = self._config(rows, weight, accesses)
-            gate_up(x[rows], routed, weight, config, out[self._pairs(rows)], pdl=True)
+            else:
+                config = self._config(rows, weight, accesses)
+                gate_up(x[rows], routed, weight, config, out[self._pairs(rows)], pdl=pdl)
+            pdl = True
         return out
 
     def down(
@@ -116,18 +123,24 @@ class ExpertProducts:
         weight: TieredMatrix,
         accesses: Sequence[TierAccess],
         out: torch.Tensor,
+        *,
+        pdl: bool = True,
     ) -> torch.Tensor:
-        """Add the weighted experts of each row to out [n, H], of `inner` as gate_up() gives it."""
+        """Add the weighted experts of each row to out [n, H], of `inner` as gate_up() gives it.
+
+        `pdl` is as in gate_up().
+        """
         for rows, routed in choices:
             x = inner[self._pairs(rows)]
             if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
                 products, to = self._copies(rows), out[rows]
-                self._multiply(x, routed, weight, accesses, products, gates=False)
+                self._multiply(x, routed, weight, accesses, products, gates=False, pdl=pdl)
                 places, weights = routed.places[: len(to)], routed.weights[: len(products)]
                 combine(products, places, weights, to, to, pdl=True)
-                continue
-            config = self._config(rows, weight, accesses)
-            down(x, routed, weight, config, out[rows], self._sums, pdl=True)
+            else:
+                config = self._config(rows, weight, accesses)
+                down(x, routed, weight, config, out[rows], self._sums, pdl=pdl)
+            pdl = True
         return out
 
     def _multiply(
@@ -139,6 +152,7 @@ class ExpertProducts:
         out: torch.Tensor,
         *,
         gates: bool,
+        pdl: bool = True,
     ) -> None:
         """Launch the grouped tiled GEMM of pairs, behind others of this class's many rows.
 
@@ -152,7 +166,7 @@ class ExpertProducts:
         )  # fmt: skip
         grouped_tiled_gemm(
             x, routed.ends, weight, launch, out, counters=self._counters,
-            activation="silu_mul" if gates else "none", listed=True, pdl=True,
+            activation="silu_mul" if gates else "none", listed=True, pdl=pdl,
         )  # fmt: skip
 
     def _copies(self, rows: slice) -> torch.Tensor:
@@ -164,7 +178,13 @@ class ExpertProducts:
     def _config(
         self, rows: slice, weight: TieredMatrix, accesses: Sequence[TierAccess]
     ) -> GroupedConfig:
-        splits = tuple(part.split for part in weight.parts)
+        parts, local = weight.parts, weight.parts[0].tier
+        splits = tuple(part.split for part in parts)
+        # Staged parts are in the local tier, too, whose CTAs read them.
+        accesses = [
+            replace(how, mixed=True) if number and part.tier == local else how
+            for number, (part, how) in enumerate(zip(parts, accesses, strict=True))
+        ]
         return _config(
             rows.stop - rows.start, splits, tuple(accesses), experts=self._routing.experts,
             top_k=self._routing.top_k, card=self._card, atom_bytes=weight.format.atom_bytes,

@@ -140,6 +140,7 @@ class ModelBench:
                 self._progress(f"runs on plain torch, slower than the kernels: {llm.fallback}")
             llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
             llm.engine.speculate(OFF)
+            llm.engine.runner.moves_experts = False  # the plan's placement is what is measured
             self._rounds(llm, point.batch_size)
             stats, free = llm.engine.stats, self._free_bytes()
             use = llm.engine.runner.expert_use
