@@ -25,7 +25,7 @@ WARPGROUPS = 2  # warpgroups of a GEMM's CTA that multiply
 # KV cache
 KV_BLOCK = 64  # positions of a KV block
 HEAD_DIMS = (64, 80, 96, 128)  # head sizes with an attention kernel
-MAX_GROUP_HEADS = 16  # query heads of one KV head
+MAX_GROUP_HEADS = 16  # query heads of one KV head in SplitK_FlashAttn
 
 KERNEL_TARGETS = ("sm_90a", "sm_100a", "sm_120a", "sm_121a")  # that kernels are compiled for
 

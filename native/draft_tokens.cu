@@ -12,9 +12,8 @@
 
 #include "cta_reduce.cuh"
 #include "geometry.cuh"
-#include "prompt_tile.cuh"
+#include "row_tiles.cuh"
 #include "slot_drafts.cuh"
-#include "store_place.cuh"
 
 constexpr int kThreads = DRAFT_THREADS;
 constexpr int kLongest = LONGEST_MATCH;
@@ -60,25 +59,6 @@ __device__ __forceinline__ const int* proposed(const int* proposal, int size, co
   for (int i = 0; i < passed; i++)
     if (text[proposal[0] + 1 + i] != tokens[i]) return nullptr;
   return tokens[passed] >= 0 ? tokens + passed : nullptr;
-}
-
-__device__ __forceinline__ void write_tile(const DraftTokensArgs& args, int row, int split,
-                                           int slot, int start, int queries) {
-  PromptTile tile = {};
-  tile.splits = 1;
-  const int blocks = queries > 0 ? (start + queries - 1) / kKvBlock + 1 : 0;
-  const int splits = max(1, min(blocks / args.split_blocks, args.max_splits));
-  if (split < splits && queries > 0) {
-    tile.row = row * args.width, tile.queries = queries;
-    tile.position = start, tile.length = start + queries;
-    tile.slot = slot;
-    tile.first_block = split * blocks / splits;
-    tile.blocks = (split + 1) * blocks / splits - tile.first_block;
-    tile.split = split, tile.splits = splits;
-    tile.partial = row * args.max_splits * args.width * args.group;
-    tile.arrivals = row * args.kv_heads * args.parts;
-  }
-  args.tiles[row * args.max_splits + split] = tile;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -132,14 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     args.tokens[number] = token;
     args.positions[number] = used ? position : -1;
     args.token_slots[number] = slot;
-    KVPlace at = {};
-    if (used) {
-      const uint64_t block =
-          args.tables[static_cast<int64_t>(slot) * args.table_blocks + position / kKvBlock];
-      at.key = reinterpret_cast<uint8_t*>(block) + position % kKvBlock * args.row_bytes;
-      at.layer_bytes = args.layer_bytes, at.head_bytes = args.head_bytes;
-    }
-    args.places[number] = at;
+    args.places[number] = used ? place_of(args, slot, position) : KVPlace{};
   }
   for (int split = threadIdx.x; split < args.max_splits; split += kThreads)
     write_tile(args, row, split, slot, start, idle ? 0 : 1 + drafts);

@@ -98,7 +98,8 @@ def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_dev
     work = found.work(len(case.slots))
     made = PromptWork.of(segments, kv_heads=2, group=4, head_dim=64, device=torch.device("cpu"))
     tiles = work.tiles[: int(work.count)].tolist()
-    assert len(tiles) == len(case.slots) * found.splits(len(case.slots)) and found.splits(7) == 1
+    splits = found.rows.splits
+    assert len(tiles) == len(case.slots) * splits(len(case.slots)) and splits(7) == 1
     used = [tile[:9] for tile in tiles if tile[1]]
     assert sorted(used) == sorted(tile[:9] for tile in made.tiles.tolist())
     assert all(tile == [0] * 8 + [1, 0, 0, 0] for tile in tiles if not tile[1])
@@ -153,7 +154,7 @@ def test_long_texts_of_few_rows_are_divided(kernel_device: str) -> None:
     slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
     tables = BlockTables(torch.zeros(2, 64, dtype=torch.int64, device=device), shape.head_bytes)
     buffers.draft(lengths, slots, texts, tables)
-    assert buffers.splits(2) == 4
+    assert buffers.rows.splits(2) == 4
     tiles = buffers.work(2).tiles.tolist()
     assert [tile[5:9] for tile in tiles[:4]] == [
         [0, 16, 0, 3],

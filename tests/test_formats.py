@@ -151,7 +151,7 @@ def test_a_layout_of_keys_and_values() -> None:
     layout = KVLayout(kv_heads=3, head_dim=80, element_bytes=2)
     assert layout.position_bytes == 2 * 3 * 80 * 2
     assert layout.block_bytes == 64 * layout.position_bytes == KVShape(3, 80, 1).layer_bytes
-    assert layout.has_kernels(3) and layout.has_kernels(48) and not layout.has_kernels(51)
+    assert layout.has_kernels(3) and layout.has_kernels(192) and not layout.has_kernels(195)
     assert not replace(layout, element_bytes=4).has_kernels(3)
     assert not replace(layout, head_dim=72).has_kernels(3)
 

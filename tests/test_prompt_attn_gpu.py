@@ -20,7 +20,7 @@ def on_the_gpu(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
 def test_it_is_exact(dim: int, group: int, dtype: torch.dtype) -> None:
     case = on_the_gpu(SEGMENTS, group, dim, dtype)

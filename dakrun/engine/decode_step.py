@@ -15,14 +15,17 @@ import torch
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.step import Step
-from dakrun.kernels import SAMPLING_WORDS, select_token
+from dakrun.geometry import MAX_GROUP_HEADS
+from dakrun.kernels import SAMPLING_WORDS, select_token, store_kv
 from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
     KVShape,
     PrefixAttention,
     RowGroup,
+    RowTiles,
     attention_config,
+    prompt_attn,
     splitk_flash_attn,
 )
 from dakrun.kernels.runtime import card_of
@@ -52,7 +55,8 @@ class DecodeStep:
     that it chooses to log[slot, p % LOG_STEPS] and newest[slot]; `log` is int32 [slots, LOG_STEPS]
     in page-locked memory, `newest` int32 [slots] on the device. `sampling` (int32 [slots, words])
     says how tokens of each slot are chosen. If rows share prefixes (`cascades`), attention reads
-    these once for all of them.
+    these once for all of them. With more query heads per KV head than SplitK_FlashAttn takes,
+    prompt attention attends from the rows, to prefixes too.
     """
 
     def __init__(
@@ -74,10 +78,17 @@ class DecodeStep:
         self.sampling = torch.zeros(batch, SAMPLING_WORDS, dtype=torch.int32, device=like.device)
         self._heads = like.new_empty(batch, backend.model.config.q_size)
         self._configs: dict[Bucket, AttentionConfig] = {}
+        config = backend.model.config
+        group = config.num_heads // config.num_kv_heads
+        self._tiles: RowTiles | None = None
+        if group > MAX_GROUP_HEADS:
+            self._tiles = RowTiles(batch, 1, shape, group, like.device, alike=True)
         self.cascades = False
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Choose the attention kernel's configurations for `buckets`; allocate their workspace."""
+        if self._tiles:
+            return
         device, model = self.backend.like.device, self.backend.model.config
         self._configs = {
             bucket: attention_config(
@@ -105,8 +116,8 @@ class DecodeStep:
         same as before.
         """
         if groups is not None:
-            self.cascades = bool(groups)
-            if groups:
+            self.cascades = bool(groups) and not self._tiles
+            if self.cascades:
                 self._prefixes.assign(groups)
         n = len(slots)
         spilled = [
@@ -128,6 +139,8 @@ class DecodeStep:
     def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attend:
         """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output."""
         out = self._heads[: sum(bucket)] if heads is None else heads
+        if self._tiles:
+            return partial(self._attend_from_tiles, self._tiles, out)
         return partial(self._attend, self._configs[bucket], out)
 
     def chains(self, bucket: Bucket) -> dict[str, list[Callable[[], object]]]:
@@ -165,6 +178,22 @@ class DecodeStep:
             layer=layer, table_of=self.slots[:n], rotations=rotations, prefixes=prefixes,
             spilled=self.spilled[:n] if config.reads_spilled else None, head_norms=norms, pdl=True,
         )  # fmt: skip
+
+    def _attend_from_tiles(
+        self, tiles: RowTiles, out: torch.Tensor, attention: Attention, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        n, layer = len(qkv), attention.layer
+        if layer == 0:  # the same for all layers
+            tiles.assign(self.lengths[:n], self.slots[:n], self._cache.tables)
+        self.backend.normalize_heads(attention, qkv)
+        q, _, _ = attention.split(qkv)
+        store_kv(
+            qkv.view(n, -1, attention.head_dim), self.lengths[:n], tiles.places[:n], layer,
+            kv_heads=attention.kv_heads, rotations=self.backend.rotations,
+        )  # fmt: skip
+        return prompt_attn(
+            q, self._cache.tables, tiles.work(n), out, scale=attention.scale, layer=layer, pdl=True
+        )
 
     def select(self, n: int, logits: torch.Tensor) -> None:
         """Choose the token of the first n rows, log it, and advance their lengths."""

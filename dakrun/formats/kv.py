@@ -6,7 +6,7 @@ block for the GPU's kernels, engine/kv_cache.py for plain torch.
 
 from dataclasses import dataclass
 
-from dakrun.geometry import HEAD_DIMS, KV_BLOCK, MAX_GROUP_HEADS
+from dakrun.geometry import HEAD_DIMS, KV_BLOCK, PROMPT_PART_ROWS
 
 
 @dataclass(frozen=True)
@@ -38,4 +38,4 @@ class KVLayout:
     def has_kernels(self, q_heads: int) -> bool:
         """Whether the attention kernels read this layout, for a model of `q_heads` query heads."""
         group = q_heads // self.kv_heads
-        return self.element_bytes == 2 and self.head_dim in HEAD_DIMS and group <= MAX_GROUP_HEADS
+        return self.element_bytes == 2 and self.head_dim in HEAD_DIMS and group <= PROMPT_PART_ROWS

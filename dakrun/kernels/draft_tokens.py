@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from dakrun.geometry import (
-    ATTENTION_PARTIAL_EXTRA,
     DRAFT_THREADS,
     ELEMENTWISE_THREADS,
-    KV_BLOCK,
     LONGEST_MATCH,
     WARPGROUPS,
 )
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
-from dakrun.kernels.attention.prompt import SPLIT_BLOCKS, SPLIT_ITEMS, PromptTile, PromptWork
+from dakrun.kernels.attention.prompt import SPLIT_BLOCKS, PromptWork
+from dakrun.kernels.attention.row_tiles import RowTiles
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
@@ -122,7 +121,8 @@ class DraftBuffers:
     """The tokens of up to `rows` rows of a step, `width` of each: the newest one and its drafts.
 
     `tokens`, `positions` (-1 of those that are not used) and `slots` are int32 [rows * width],
-    `matches` int32 [rows], `places` int64 [rows * width, 3] as store_kv() takes them.
+    `matches` int32 [rows], `places` int64 [rows * width, 3] as store_kv() takes them. `rows` are
+    the tiles of prompt attention.
     """
 
     def __init__(
@@ -131,38 +131,12 @@ class DraftBuffers:
         integers = torch.zeros(3, rows * width, dtype=torch.int32, device=device)
         self.tokens, self.positions, self.slots = integers
         self.matches = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.places = torch.zeros(rows * width, 3, dtype=torch.int64, device=device)
-        self.width, self.shape, self.group = width, shape, group
-        tiles = [0, *(n * self.splits(n) for n in range(1, rows + 1))]
-        # Rows of partial results, of each head; none of tiles with a single range.
-        split = max((n for rows, n in enumerate(tiles) if n > rows), default=0)
-        partials = split * width * group * shape.kv_heads
-        self._tiles = torch.zeros(
-            max(tiles), len(PromptTile._fields), dtype=torch.int32, device=device
-        )
-        self._partials = torch.empty(
-            partials * (shape.head_dim + ATTENTION_PARTIAL_EXTRA), device=device
-        )
-        self._arrivals = torch.zeros(
-            rows * shape.kv_heads * WARPGROUPS, dtype=torch.int32, device=device
-        )
-        self._counts = torch.tensor(tiles, dtype=torch.int32, device=device)
-
-    def splits(self, rows: int) -> int:
-        """Ranges of KV blocks of a row, at most, in a step of so many rows.
-
-        Few rows are divided so that all SMs attend.
-        """
-        items = SPLIT_ITEMS // (rows * self.shape.kv_heads)
-        return max(1, min(items, self.shape.blocks // SPLIT_BLOCKS))
+        self.width, self.rows = width, RowTiles(rows, width, shape, group, device)
+        self.places = self.rows.places
 
     def work(self, rows: int) -> PromptWork:
         """The work of prompt attention of the first `rows` rows."""
-        return PromptWork(
-            self._tiles, self._counts[rows : rows + 1], self._partials, self._arrivals,
-            self.shape.kv_heads, self.group, rows=rows * self.width, slots=1,
-            positions=self.shape.blocks * KV_BLOCK,
-        )  # fmt: skip
+        return self.rows.work(rows)
 
     def draft(
         self,
@@ -203,18 +177,18 @@ class DraftBuffers:
             token_slots=self.slots.data_ptr(),
             matches=self.matches.data_ptr(),
             places=self.places.data_ptr(),
-            tiles=self._tiles.data_ptr(),
+            tiles=self.rows.tiles.data_ptr(),
             layer_bytes=tables.layer_bytes,
             head_bytes=tables.head_bytes,
-            row_bytes=self.shape.layout.row_bytes,
+            row_bytes=self.rows.shape.layout.row_bytes,
             text_size=texts.text.shape[1],
             table_blocks=tables.addresses.shape[1],
             proposal_size=texts.proposals.shape[1],
             width=self.width,
-            max_splits=self.splits(n),
+            max_splits=self.rows.splits(n),
             split_blocks=SPLIT_BLOCKS,
-            kv_heads=self.shape.kv_heads,
-            group=self.group,
+            kv_heads=self.rows.shape.kv_heads,
+            group=self.rows.group,
             parts=WARPGROUPS,
         )
         jit.kernel(DRAFT, "draft_tokens", {}).launch(n, DRAFT_THREADS, args)

@@ -2,7 +2,8 @@
 
 splitk.py launches SplitK_FlashAttn, for decoding, as config.py chooses; prompt.py launches prompt
 attention, and cascade.py that of decode rows to the prefixes that they share, which
-shared_prefixes.py finds. kv_blocks.py has the layout of KV blocks.
+shared_prefixes.py finds. row_tiles.py has the work of prompt attention for decode rows with more
+query heads per KV head than SplitK_FlashAttn takes. kv_blocks.py has the layout of KV blocks.
 """
 
 from dakrun.kernels.attention import kv_blocks
@@ -15,6 +16,7 @@ from dakrun.kernels.attention.config import (
 )
 from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.prompt import PromptSegment, PromptWork, prompt_attn
+from dakrun.kernels.attention.row_tiles import RowTiles
 from dakrun.kernels.attention.shared_prefixes import SharedPrefix, shared_prefixes
 from dakrun.kernels.attention.splitk import AttentionWorkspace, cta_threads, splitk_flash_attn
 
@@ -27,6 +29,7 @@ __all__ = [
     "PromptSegment",
     "PromptWork",
     "RowGroup",
+    "RowTiles",
     "SharedPrefix",
     "attention_config",
     "cta_threads",

@@ -111,9 +111,9 @@ class PromptWork:
         """
         if any(min(s) < 0 or s.length < 1 for s in segments) or not segments:
             raise ValueError(f"expected segments with a query or more, got {list(segments)}")
-        if not 1 <= group <= MAX_GROUP_HEADS or kv_heads < 1 or head_dim not in HEAD_DIMS:
+        if not 1 <= group <= PROMPT_PART_ROWS or kv_heads < 1 or head_dim not in HEAD_DIMS:
             raise ValueError(
-                f"expected 1 to {MAX_GROUP_HEADS} query heads per KV head and head_dim in "
+                f"expected 1 to {PROMPT_PART_ROWS} query heads per KV head and head_dim in "
                 f"{HEAD_DIMS}, got {group} and {head_dim}"
             )
         tiles: list[PromptTile] = []
@@ -285,8 +285,8 @@ def defines(
 
 @compiled_ahead(SOURCE, seconds=7)
 def _variants(needs: Needs) -> list[Macros]:
-    """With shared prefixes and without."""
+    """Without shared prefixes, and with them where SplitK_FlashAttn goes on from their results."""
     return [
         defines(needs.dtype, needs.head_dim, needs.card, prefixes=prefixes)
-        for prefixes in (False, True)
+        for prefixes in (False, True)[: 1 + (needs.group <= MAX_GROUP_HEADS)]
     ]

@@ -291,7 +291,12 @@ def defines(
 
 @compiled_ahead(SOURCE, seconds=7)
 def _variants(needs: Needs) -> list[Macros]:
-    """With shared prefixes and without; the kernel for these never normalizes heads."""
+    """With shared prefixes and without; the kernel for these never normalizes heads.
+
+    There is none for larger groups, whose rows prompt attention takes (row_tiles.py).
+    """
+    if needs.group > MAX_GROUP_HEADS:
+        return []
     return [
         defines(
             needs.dtype, needs.head_dim, needs.group, prefixes=prefixes,
