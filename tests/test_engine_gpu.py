@@ -41,6 +41,7 @@ CONFIGS = kernel_models(
     llama_tied={
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 4096,
     },
+    mqa={"num_attention_heads": 64, "intermediate_size": 2048},
 )  # fmt: skip
 
 
@@ -402,7 +403,8 @@ def test_shared_prefixes_are_computed_once(
     with load(path, 16, offload_ratio=0.2, kv_offload_ratio=0.25) as llm:
         found = greedy(llm, given)
         assert llm.engine.stats.shared_tokens >= 38 * 128
-        assert bool(llm.engine.runner._cascades) == cascades
+        tiles = llm.engine.runner._decode._tiles  # of large groups, which have no cascades
+        assert bool(llm.engine.runner._cascades) == (cascades and tiles is None)
     ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"
 
@@ -418,7 +420,8 @@ def test_slots_that_span_tiers_change_no_token(model: tuple[Path, PreTrainedMode
             cache = llm.engine.runner.cache
             assert cache.counts == (1, 0) and (cache.spill_blocks > 2) == (ratio > 0)
             found.append(greedy(llm, given))
-            assert ratio == 0 or llm.engine.runner._decode._configs[(1, 0)].reads_spilled
+            configs = llm.engine.runner._decode._configs  # none of large groups
+            assert ratio == 0 or not configs or configs[(1, 0)].reads_spilled
             measured = {op["name"]: op["measured_s"] for op in llm.report()["ops"]}
             assert measured["attention"] > 0
     assert found[0] == found[1]

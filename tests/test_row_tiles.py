@@ -48,9 +48,11 @@ def attended(case: Case, tiles: RowTiles, slots: Sequence[torch.Tensor]) -> torc
     numbers = torch.arange(n, dtype=torch.int32, device=case.device)
     qkv = torch.cat((case.q, case.k, case.v), dim=1).contiguous()
     out = torch.full((n, heads * dim), torch.nan, dtype=case.dtype, device=case.device)
-    tiles.assign(lengths, numbers, tables)
-    store_kv(qkv, lengths, tiles.places[:n], 0, kv_heads=case.kv_heads, rotations=case.turns)
-    return prompt_attn(qkv[:, :heads], tables, tiles.work(n), out, scale=dim**-0.5)
+    tiles.assign(lengths, numbers, tables, pdl=True)
+    store_kv(
+        qkv, lengths, tiles.places[:n], 0, kv_heads=case.kv_heads, rotations=case.turns, pdl=True
+    )
+    return prompt_attn(qkv[:, :heads], tables, tiles.work(n), out, scale=dim**-0.5, pdl=True)
 
 
 CASES = [

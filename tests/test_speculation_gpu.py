@@ -35,6 +35,7 @@ CONFIGS = kernel_models(
     opt_350m={"num_attention_heads": 16, "ffn_dim": 1024, "word_embed_proj_dim": 512},
     llama_gqa={"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2816},
     llama_tied={"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 2048},
+    mqa={"num_attention_heads": 64, "intermediate_size": 2048},
 )  # fmt: skip
 
 OF_TOKENIZER = LlamaConfig(

@@ -141,14 +141,17 @@ def kernel_models(
 ) -> dict[str, PreTrainedConfig]:
     """One configuration for each kind of decoder on the kernels: `common` values and own `sizes`.
 
-    `std` is the standard deviation of the weights.
+    With sizes of `mqa` there is one whose only KV head has more query heads than
+    SplitK_FlashAttn takes. `std` is the standard deviation of the weights.
     """
     opt, llama = common | {"init_std": std}, common | {"initializer_range": std}
     positions, heads = common["max_position_embeddings"], sizes["llama_gqa"]["num_attention_heads"]
     factors = torch.linspace(1, 2, common["hidden_size"] // heads // 2).tolist()
     longrope = {"rope_type": "longrope", "rope_theta": 1e4}
     longrope |= {"short_factor": factors, "long_factor": [9 * factor for factor in factors]}
-    return {
+    mqa = {"head_dim": 64, "num_key_value_heads": 1, "sliding_window": None} | llama
+    own = {"mistral-mqa": MistralConfig(**mqa, **sizes["mqa"])} if "mqa" in sizes else {}
+    return own | {
         "opt": OPTConfig(**opt, **sizes["opt"]),
         "opt-like-350m": OPTConfig(do_layer_norm_before=False, **opt, **sizes["opt_350m"]),
         "llama-gqa": LlamaConfig(**llama, **sizes["llama_gqa"]),

@@ -184,12 +184,12 @@ class DecodeStep:
     ) -> torch.Tensor:
         n, layer = len(qkv), attention.layer
         if layer == 0:  # the same for all layers
-            tiles.assign(self.lengths[:n], self.slots[:n], self._cache.tables)
+            tiles.assign(self.lengths[:n], self.slots[:n], self._cache.tables, pdl=True)
         self.backend.normalize_heads(attention, qkv)
         q, _, _ = attention.split(qkv)
         store_kv(
             qkv.view(n, -1, attention.head_dim), self.lengths[:n], tiles.places[:n], layer,
-            kv_heads=attention.kv_heads, rotations=self.backend.rotations,
+            kv_heads=attention.kv_heads, rotations=self.backend.rotations, pdl=True,
         )  # fmt: skip
         return prompt_attn(
             q, self._cache.tables, tiles.work(n), out, scale=attention.scale, layer=layer, pdl=True

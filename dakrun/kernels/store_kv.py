@@ -31,13 +31,15 @@ def store_kv(
     *,
     kv_heads: int,
     rotations: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Store the keys and values of qkv [N, Hq + 2 Hkv, D], 16-bit, in the layout of kv_blocks.py.
 
     Token i is at position positions[i] (int32 [N]) of its slot; a negative one says to skip it.
     places[i] (int64 [N, 3]) has the address of its key in the slot's first head in layer 0, the
     bytes from layer to layer, and those from head to head. With `rotations`, float32 [P, D / 2, 2]
-    of cosines and sines per position, queries and keys are rotated first (RoPE), in place.
+    of cosines and sines per position, queries and keys are rotated first (RoPE), in place. With
+    `pdl` the launch may start before its predecessor ends.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     n, heads, dim = qkv.shape
@@ -73,7 +75,7 @@ def store_kv(
     moved = heads - (q_heads if rotations is None else 0)
     threads = n * moved * (dim // (2 * CHUNK))
     kernel = jit.kernel(SOURCE, "store_kv", operands.defines(qkv.dtype))
-    kernel.launch(ceil_div(threads, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)
+    kernel.launch(ceil_div(threads, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args, pdl=pdl)
 
 
 @compiled_ahead(SOURCE)

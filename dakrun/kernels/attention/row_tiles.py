@@ -88,11 +88,18 @@ class RowTiles:
             positions=self.shape.blocks * KV_BLOCK,
         )  # fmt: skip
 
-    def assign(self, lengths: torch.Tensor, slots: torch.Tensor, tables: BlockTables) -> None:
+    def assign(
+        self,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        tables: BlockTables,
+        *,
+        pdl: bool = False,
+    ) -> None:
         """Let the first rows, of one token, be of `slots`, int32 [n], with `lengths` positions.
 
-        A row whose length is negative gets no tile. Raises ValueError if an operand has the wrong
-        shape, dtype or device.
+        A row whose length is negative gets no tile. With `pdl` the launch may start before its
+        predecessor ends. Raises ValueError if an operand has the wrong shape, dtype or device.
         """
         n, count = len(lengths), len(tables.addresses)
         operands.check_operands(
@@ -127,7 +134,7 @@ class RowTiles:
             parts=WARPGROUPS,
         )
         kernel = jit.kernel(SOURCE, "row_tiles", {})
-        kernel.launch(ceil_div(32 * n, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)
+        kernel.launch(ceil_div(32 * n, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args, pdl=pdl)
 
 
 @compiled_ahead(SOURCE)
