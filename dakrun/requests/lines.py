@@ -50,7 +50,7 @@ class LineSource:
         yield from self._rest
 
     def first(self) -> Line | None:
-        """The first line, before any is taken, of which it stays the first; None without lines."""
+        """The first line, which an iteration that begins later gives too; None without lines."""
         self._first = self._first or next(self._rest, None)
         return self._first
 
