@@ -207,6 +207,13 @@ def test_cases_of_figures_10_and_14() -> None:
         assert names == wanted
 
 
+def test_rivals_of_figure_10_keep_what_the_budget_holds() -> None:
+    large, *_ = FIGURES["fig10"].charts(scope_of(quick=False))
+    ratios = [e.point.figures()["ratio"] for e in large.entries if e.series == "prefetch"]
+    assert ratios[0] == 0 < ratios[1] < ratios[3] == ratios[4] == 1
+    assert not any(e.series == "prefetch" for e in FIGURES["fig10"].charts(scope_of())[0].entries)
+
+
 def test_a_cpu_has_no_hbm() -> None:
     scope = scope_of("cpu")
     for name, data in everything(scope).items():

@@ -26,7 +26,6 @@ from dakrun.plan import ExpectedRun, Links, Plan, Policy, choose_batch_size, is_
 from dakrun.plan.roofline import bytes_in_flight
 from dakrun.requests import RowLengths
 
-ROOM = 10**15  # bytes
 SPARE = 1.05  # budgets count nominal GB, capacities the memory that is left
 
 
@@ -122,16 +121,9 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB"
 
 
-def roomy(scope: Scope) -> Scope:
-    """The same machine with room for everything in every tier."""
-    tiers = tuple(replace(tier, capacity_bytes=ROOM) for tier in scope.profile.remote)
-    machine = replace(scope.profile, hbm_capacity_bytes=ROOM, remote=tiers)
-    return replace(scope, profile=machine)
-
-
 def shortage(point: StepPoint, scope: Scope) -> str:
     """The problem of a decode step that does not fit, with its GB. CannotRun if room is not all."""
-    plan = roomy(scope).plan(replace(point, hbm_budget=None))
+    plan = scope.roomy().plan(replace(point, hbm_budget=None))
     (name,) = remote_names(scope, point.remote)
     has = [point.hbm_budget or scope.profile.hbm_capacity_bytes]
     has.append(scope.profile.tier(name).capacity_bytes)
@@ -154,7 +146,7 @@ def too_large(point: StepPoint, scope: Scope) -> str:
 def _prefetch(point: StepPoint, scope: Scope) -> Result:
     """Layers copied to HBM ahead of use: the longer of the copies and of a step all in HBM."""
     machine, ratio = scope.profile, point.ratio or 0.0
-    resident = roomy(scope).plan(replace(point, ratio=0.0, hbm_budget=None))
+    resident = scope.roomy().plan(replace(point, ratio=0.0, hbm_budget=None))
     copied = ratio * resident.weight_bytes
     needed = sum(resident.memory(0).values()) - copied
     if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):

@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from dakrun.lab.evaluate.points import OpPoint, StepPoint
 from dakrun.plan import Links, Op, Plan, Policy, decode_ops, make_plan
 
 AnOp = TypeVar("AnOp", bound=OpPoint)
+ROOM = 10**15  # bytes
 QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
 
 
@@ -107,6 +108,11 @@ class Scope:
             remote=(point.remote,),
         )
         return make_plan(self.models[point.model], workload, self.profile, policy)
+
+    def roomy(self) -> "Scope":
+        """The same machine with room for everything in every tier."""
+        tiers = tuple(replace(tier, capacity_bytes=ROOM) for tier in self.profile.remote)
+        return replace(self, profile=replace(self.profile, hbm_capacity_bytes=ROOM, remote=tiers))
 
     def _workload(self, batch_size: int, prompt_len: int, new_tokens: int) -> Workload:
         sizes = {"batch_size": batch_size, "prompt_len": prompt_len, "new_tokens": new_tokens}

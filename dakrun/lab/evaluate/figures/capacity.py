@@ -1,6 +1,8 @@
 """Figures 10 and 14: decode steps of batches and prompts that may not fit in HBM."""
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
@@ -40,6 +42,16 @@ class Capacity(Figure):
             rank = 1 + (batch * prompt > 1 << 16) + (series == COPIED)
             return Entry(series, x, scope.step(model, batch, None, **more), rank)
 
+        def rivals(x: int) -> Iterator[Entry]:
+            """Other programs, with as many of the weights outside as the budget needs."""
+            batch, prompt = cases[x]
+            whole = scope.roomy().plan(scope.step(model, batch, 0.0, prompt_len=prompt))
+            excess = max(0.0, sum(whole.memory(0).values()) - budget)
+            ratio = min(1.0, math.ceil(1e4 * excess / whole.weight_bytes) / 1e4)
+            for name in scope.rivals:
+                step = scope.step(model, batch, ratio, prompt_len=prompt, by=name)
+                yield Entry(name, x, replace(step, hbm_budget=budget), 3)
+
         paper = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
         line = Series(name="paper, GH200", kind="line", points=paper)
         ratios = Quantity(
@@ -51,7 +63,8 @@ class Capacity(Figure):
         return Chart(
             name=name, title=name, x="batch x prompt length (requests x tokens)",
             shown=[STEP, ratios], categories=[named(case) for case in cases],
-            entries=[entry(x, series) for x in range(len(cases)) for series in shown],
+            entries=[entry(x, series) for x in range(len(cases)) for series in shown]
+            + [of for x in range(0 if scope.quick else len(cases)) for of in rivals(x)],
         )  # fmt: skip
 
     def sentences(self, data: FigureData) -> Iterator[str]:
