@@ -13,6 +13,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ALL: (), "without the window": ("window",), "without alignment": ("alignment",)
 }  # fmt: skip
 SLOTS, LENGTH = (32, 64), 1024  # of attention
+Places = Mapping[str, Callable[..., Point]]
 BATCHES = (8, 512)  # for the GEMM of few rows, and for the tiled one
 
 
@@ -31,46 +32,29 @@ class Ablations(Figure):
     def charts(self, scope: Scope) -> list[Chart]:
         # The ratio with most to lose: HBM and the link take the same time.
         ratio, model = round(min(scope.turning_point, 0.5), 4), next(iter(scope.models))
-        far = {slots: max(1, round(ratio * slots)) for slots in SLOTS}
         outside = f", {100 * ratio:.2g}% outside {scope.near}"
-        # (name, the rest of the title, axis, what is shown, rank, points by category)
-        gemms = [
-            (f"{model}, GEMM of {n} rows", outside, "op", LAUNCH, 1 if n == 8 else 2, {
-                op.name: partial(scope.op, ProductPoint, model, ratio, op=op.name, n=n)
-                for op in scope.products(model, n=n)
-            })
-            for n in BATCHES
-        ]  # fmt: skip
-        attention = {
+        far = {slots: max(1, round(ratio * slots)) for slots in SLOTS}
+        attention: Places = {
             f"{count} of {slots} slots": partial(
                 scope.op, AttentionPoint, model, count / slots, batch_size=slots, length=LENGTH
             )
             for slots, count in far.items()
         }
-        steps = {
+        steps: Places = {
             name: partial(scope.step, name, 8, ratio, transport="direct") for name in scope.models
         }
-        kinds: list[tuple[str, str, str, Quantity, int, Mapping[str, Callable[..., Point]]]] = [
-            *gemms,
-            (f"{model}, attention to {LENGTH:,} positions", "", f"slots outside {scope.near}",
-             LAUNCH, 1, attention),
-            ("whole models, batch 8", outside, "model", STEP_LINEAR, 0, steps),
-        ]  # fmt: skip
+
+        def products(n: int) -> Places:
+            names = [op.name for op in scope.products(model, n=n)]
+            return {of: partial(scope.op, ProductPoint, model, ratio, op=of, n=n) for of in names}
+
         return [
-            Chart(
-                name=name,
-                title=name + more,
-                x=x,
-                shown=[shown],
-                categories=list(places),
-                entries=[
-                    Entry(series, number, place(without=without), rank)
-                    for series, without in VARIANTS.items()
-                    for number, place in enumerate(places.values())
-                ],
-            )
-            for name, more, x, shown, rank, places in kinds
-        ]
+            *(chart_of(f"{model}, GEMM of {n} rows", outside, "op", LAUNCH, products(n),
+                       rank=1 if n == 8 else 2) for n in BATCHES),
+            chart_of(f"{model}, attention to {LENGTH:,} positions", "",
+                     f"slots outside {scope.near}", LAUNCH, attention, rank=1),
+            chart_of("whole models, batch 8", outside, "model", STEP_LINEAR, steps, rank=0),
+        ]  # fmt: skip
 
     def notes(self, scope: Scope) -> list[str]:
         predicted = (
@@ -88,3 +72,15 @@ class Ablations(Figure):
             "from the link to HBM if each CTA there then has fewer heads, and else does nothing.",
             "A link without congestion, such as NVLink to another GPU, has no window to leave out.",
         ]
+
+
+def chart_of(name: str, more: str, x: str, shown: Quantity, places: Places, *, rank: int) -> Chart:
+    """A group of bars for each of `places`, whose functions make points without techniques."""
+    entries = [
+        Entry(series, number, place(without=without), rank)
+        for series, without in VARIANTS.items()
+        for number, place in enumerate(places.values())
+    ]
+    return Chart(
+        name=name, title=name + more, x=x, shown=[shown], categories=list(places), entries=entries
+    )
