@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from click.testing import Result as Ended
 
 from dakrun.cli import main
+from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL, Card, load_profile
 from dakrun.lab.evaluate import Scope, evaluate
@@ -34,10 +35,11 @@ from dakrun.lab.evaluate.points import (
 )
 from dakrun.lab.evaluate.predict import predict, short
 from dakrun.lab.evaluate.run import ceilings_of, describe, in_order
+from dakrun.lab.evaluate.scope import TINY
 from dakrun.lab.evaluate.store import Store, read_run
-from dakrun.lab.evaluate.tiny import NAME, tiny_model
-from dakrun.models import known_model
+from dakrun.models import known_model, model_config
 
+NAME = TINY.name
 STEP = StepPoint(model="opt-6.7b", new_tokens=9)
 MULTICAST = ProductPoint(model="opt-6.7b", op="fc1", n=1024, ratio=1.0)
 
@@ -60,6 +62,10 @@ def scope(profile: str = "h200-pcie5", **changes: Any) -> Scope:
         predict=False,
     )
     return replace(base, **changes)
+
+
+def tiny_model() -> ModelConfig:
+    return model_config(str(TINY))
 
 
 def tiny_scope() -> Scope:

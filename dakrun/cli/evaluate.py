@@ -158,9 +158,10 @@ def _figures(only: str | None) -> "Mapping[str, Figure]":
 def _configs(names: list[str], *, tiny: bool, quick: bool) -> "dict[str, ModelConfig]":
     """The models by name; by default those of the paper, or the tiny one."""
     if tiny and not names:
-        from dakrun.lab.evaluate.tiny import NAME, tiny_model
+        from dakrun.lab.evaluate.scope import TINY
+        from dakrun.models import model_config
 
-        return {NAME: tiny_model()}
+        return {TINY.name: model_config(str(TINY))}
     return {name: resolve_model(name, "auto") for name in names or _default(quick=quick)}
 
 

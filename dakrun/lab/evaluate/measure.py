@@ -6,10 +6,8 @@ rivals.py other programs. What cannot be measured is a result with its `problem`
 
 import gc
 import os
-import tempfile
 import traceback
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -22,9 +20,8 @@ from dakrun.lab.evaluate.on_cpu import op_on_cpu
 from dakrun.lab.evaluate.points import FilePoint, OpPoint, Point, ReadPoint, Result, StepPoint
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.rivals import rival
-from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.evaluate.scope import TINY, Scope
 from dakrun.lab.evaluate.steps import Steps
-from dakrun.lab.evaluate.tiny import NAME, write_tiny
 from dakrun.lab.memory import measure_ceilings
 
 
@@ -38,11 +35,7 @@ class Measurer:
     def __init__(self, scope: Scope, device: torch.device, ceilings: Ceilings | None = None):
         self.scope, self.device = scope, device
         self.ceilings = ceilings or self._measured()
-        self._folder = tempfile.TemporaryDirectory(prefix="dakrun-evaluate-")
-        names = {name: name for name in scope.models}
-        if NAME in names:
-            write_tiny(Path(self._folder.name))
-            names[NAME] = self._folder.name
+        names = {name: str(TINY) if name == TINY.name else name for name in scope.models}
         self._steps = Steps(scope, device, self.ceilings, names)
         self._kernels = None
         if device.type == "cuda":
@@ -56,7 +49,6 @@ class Measurer:
     def __exit__(self, *exc: object) -> None:
         if self._kernels and not any(isinstance(of, GpuFailed) for of in exc):
             self._kernels.close()
-        self._folder.cleanup()
 
     def __call__(self, point: Point) -> Result:
         """Measure `point`. Raises GpuFailed if no later point can be measured in this process."""

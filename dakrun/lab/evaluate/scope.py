@@ -6,6 +6,7 @@ Imports no torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dakrun.config import ModelConfig, Workload
@@ -15,6 +16,7 @@ from dakrun.plan import Links, Op, Plan, Policy, decode_ops, make_plan
 
 AnOp = TypeVar("AnOp", bound=OpPoint)
 ROOM = 10**15  # bytes
+TINY = Path(__file__).with_name("tiny")  # a model of one layer, for all figures in seconds on a CPU
 QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
 
 
