@@ -12,12 +12,16 @@ import torch
 from cases import cases
 from test_kernel_decoder import COMMON, CPU, ROOM, launched, model_of, plan_of
 from tiny_models import kernel_models, save_half
+from tiny_tokenizer import make_tokenizer_files
+from transformers import LlamaConfig
 
+from dakrun import StructuredOutputsParams
 from dakrun.config import OFF, SamplingParams, Speculation
 from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner
+from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.plan import Plan
-from dakrun.requests import Completion, Request
+from dakrun.requests import Completion, Request, Tokenizer
 
 __all__ = ["launched"]  # a fixture that all tests use
 CONFIGS = kernel_models(
@@ -63,7 +67,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
 
-def engine_of(path: Path, speculation: Speculation, batch: int = 3) -> Engine:
+def engine_of(
+    path: Path, speculation: Speculation, batch: int = 3, tokenizer: Tokenizer | None = None
+) -> Engine:
     backend, cache, step = model_of(path, batch)
     config = backend.model.config
     shape = KVShape(config.num_kv_heads, config.head_dim, 128)
@@ -72,7 +78,8 @@ def engine_of(path: Path, speculation: Speculation, batch: int = 3) -> Engine:
         backend.with_buffers(None, 128 + batch, logits=False), cache, shape, room, 128
     )
     runner = GraphRunner(step, prefill, cache, shape)
-    return Engine(runner, plan_of(path, batch), None, speculation=speculation)
+    grammars = Grammars(tokenizer.as_json, config.vocab_size, [2]) if tokenizer else None
+    return Engine(runner, plan_of(path, batch), tokenizer, grammars, speculation)
 
 
 def requests() -> list[Request]:
@@ -131,3 +138,29 @@ def test_results_are_those_without_drafts(
     stats = engine.stats
     assert stats.preempted or not few
     assert sum(stats.accepted_drafts.values()) > 10, "the second run repeats the first"
+
+
+@pytest.mark.full
+def test_what_a_form_forces_takes_few_steps(tmp_path: Path) -> None:
+    """Beside a row without a form; tokens are those of steps without drafts."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 264}
+    vocabulary = COMMON | {"vocab_size": 331, "eos_token_id": 2}
+    path = save_half(LlamaConfig(**vocabulary, initializer_range=0.1, **sizes), tmp_path / "model")
+    tokenizer = Tokenizer.load(make_tokenizer_files(tmp_path / "tokenizer"))
+    form = StructuredOutputsParams(regex="[a-c] and then nothing else [0-9]{2}")
+    asked = [
+        Request(id="form", line=1, prompt_ids=(5, 6), params=SamplingParams(
+            max_tokens=40, structured_outputs=form)),
+        Request(id="free", line=2, prompt_ids=(7,), params=SamplingParams(
+            max_tokens=9, ignore_eos=True)),
+    ]  # fmt: skip
+    found, steps = [], []
+    for speculation in (OFF, Speculation("suffix", 7)):
+        engine = engine_of(path, speculation, 2, tokenizer)
+        found.append({one.id: one for one in engine.generate(asked)})  # type: ignore[misc]
+        steps.append(len(engine.stats.step_s))
+        engine.close()
+    texts = [one["form"].text for one in found]  # type: ignore[union-attr]
+    assert texts[0] == texts[1] and " and then nothing else " in texts[0]
+    assert found[0]["free"].token_ids == found[1]["free"].token_ids  # type: ignore[union-attr]
+    assert steps[1] < 0.7 * steps[0]
