@@ -223,6 +223,22 @@ def test_steps_without_drafts_are_measured_again() -> None:
     assert 5 < plain < 0.02 * done
 
 
+def test_useless_drafts_pause() -> None:
+    """Steps without are most of them, until drafts are right."""
+    choice, rows = choice_of("suffix:7", 1.0), [Row(1.0)] * 2
+
+    def steps(tokens: int) -> list[int]:
+        found = []
+        for _ in range(80):
+            found.append(choice.next(rows))  # type: ignore[arg-type]
+            counts = [tokens if found[-1] else 1] * 2
+            choice.record(rows, counts, found[-1], 1.0)  # type: ignore[arg-type]
+        return found
+
+    assert steps(1) == [7] * 16 + [*[0] * 7, 7] * 8
+    assert steps(2)[8:] == [7] * 72
+
+
 def test_the_time_of_drafts_that_were_not_accepted() -> None:
     choice, rows = choice_of("suffix:7", 1.5), [Row(1.0)] * 2
     choice.record(rows, [8, 8], 7, 3.0)  # type: ignore[arg-type]

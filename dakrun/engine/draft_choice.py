@@ -1,5 +1,7 @@
 """Which steps carry drafts: none, all that are small enough, or those in which drafts save time.
 
+Of all steps some have none while hardly any draft is accepted.
+
 A step gives a row one token in T seconds; with drafts it takes T' seconds and gives E tokens, so
 that drafts save time where T' < E T. T and T' are measured by size of a step, E by row; until T' is
 measured too, the plan says how many times T it is. Knows no runners.
@@ -16,6 +18,8 @@ from dakrun.plan import DraftForecast
 LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to save any
 NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
 AGAIN = 100  # steps with drafts after which one without is measured again
+USELESS, PAUSE = 16, 7  # steps with useless drafts after which so many steps have none
+USEFUL = 0.02  # accepted drafts of a row
 
 
 class _Mean:
@@ -42,6 +46,7 @@ class DraftChoice:
         self._drafting = [_Mean() for _ in forecasts]
         self._kept = _Mean()  # tokens of a row in a step with drafts
         self._drafted = Counter[int]()  # steps since one without drafts
+        self._useless = self._pause = 0  # steps since drafts were useful; since there were any
         self._total_s = 0.0
         self._lost_s = 0.0  # by steps with drafts, less what others have saved since
         self.rejected_s = 0.0  # by which drafts that were not accepted made steps longer
@@ -52,7 +57,8 @@ class DraftChoice:
         if not running or size == len(self._rows):
             return 0
         if not self._measures:
-            return self.most
+            paused = self._useless >= USELESS and self._pause < PAUSE
+            return 0 if paused else self.most
         if self._plain[size].value is None:
             return 0
         plain, drafting = self._seconds(size)
@@ -74,6 +80,7 @@ class DraftChoice:
         """
         size = bisect_left(self._rows, len(rows))
         self._total_s += seconds
+        self._pause = 0 if drafts else self._pause + 1
         if size == len(self._rows):
             return
         if not drafts:
@@ -81,6 +88,7 @@ class DraftChoice:
             self._drafted[size] = 0
             return
         kept = sum(counts) / len(rows)
+        self._useless = 0 if kept - 1 >= USEFUL else self._useless + 1
         self._drafting[size].add(seconds)
         self._kept.add(kept)
         self._drafted[size] += 1
