@@ -11,7 +11,7 @@ from dakrun.engine import EngineStats
 from dakrun.llm import LLM
 from dakrun.plan import ACCEPTANCES, VERIFIED_TOKENS, tokens_kept
 
-ROUNDS = 3
+ROUNDS, STEPS = 3, 12  # fewer steps of a round than pass before useless drafts pause
 FIGURES = ("draft_step_s", *(f"token_at_{rate:.0%}_s".replace("%", "") for rate in ACCEPTANCES))
 
 
@@ -26,11 +26,12 @@ def draft_figures(
     if rows * (1 + drafts) > VERIFIED_TOKENS:
         return {}
     engine, steps = llm.engine, list[float]()
-    engine.speculate(Speculation("suffix", drafts))
     for _ in range(ROUNDS):
+        engine.speculate(Speculation("suffix", drafts))
         engine.stats = EngineStats()
         batch()
-        steps += list(engine.stats.step_s)[: max(1, (new_tokens - 1) // (1 + drafts))]
+        most = min(STEPS, max(1, (new_tokens - 1) // (1 + drafts)))
+        steps += list(engine.stats.step_s)[:most]
     step_s = statistics.median(steps)
     tokens = (step_s / tokens_kept(rate, drafts) for rate in ACCEPTANCES)
     return dict(zip(FIGURES, (step_s, *tokens), strict=True))
