@@ -30,6 +30,7 @@ CONFIGS = kernel_models(
     opt_350m={"num_attention_heads": 2, "ffn_dim": 200, "word_embed_proj_dim": 64},
     llama_gqa={"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 264},
     llama_tied={"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 200},
+    mqa={"num_attention_heads": 17, "intermediate_size": 200},
 )  # fmt: skip
 
 

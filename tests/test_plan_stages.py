@@ -11,7 +11,7 @@ from dakrun.config import Workload
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.models import known_model
-from dakrun.plan import Policy
+from dakrun.plan import Policy, make_plan
 from dakrun.plan.assemble import cost_placement
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.placement import place, slot_candidates
@@ -78,6 +78,35 @@ def test_placements_hold_all_units_within_capacities(
     for tier, cap in enumerate(problem.caps):
         assert sum(op.resident_bytes(tier) for op in found.ops) <= cap
     assert found.predicted_s >= sum(sum(op.predicted_s) for op in found.ops)
+
+
+def test_operands_of_small_steps_are_read_from_l2() -> None:
+    """Of steps that read no more than the largest set that is measured to fit; nothing remote."""
+    assert MODEL is not None and HOST.l2 is not None
+    small = replace(
+        MODEL,
+        num_layers=1,
+        hidden_size=512,
+        embed_size=512,
+        ffn_size=2048,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+    )
+    work = Workload(batch_size=1, prompt_len=16, new_tokens=8, max_model_len=64)
+    size, rate = HOST.l2
+    assert size == 32 << 20 and rate > 2 * HOST.hbm_bytes_per_s
+    unknown = replace(HOST, sweeps={})
+    for rows, from_l2 in ((1000, True), (60_000, False)):
+        model = replace(small, vocab_size=rows)
+        ours, plain = (StepCosts(model, work, profile, ("host",)) for profile in (HOST, unknown))
+        read = sum(op.layers * op.read_bytes for op in ours.ops)
+        assert (read <= size) == from_l2
+        assert ours.links.direct["hbm"] == (rate if from_l2 else HOST.hbm_bytes_per_s)
+        assert ours.links.direct["host"] == plain.links.direct["host"]
+        plans = [make_plan(model, work, profile, Policy()) for profile in (HOST, unknown)]
+        assert (plans[0].predicted_s < plans[1].predicted_s) == from_l2
+        assert plans[0].profile == HOST.for_steps(read)
 
 
 def test_a_free_transport_is_the_fastest_of_all() -> None:

@@ -56,7 +56,7 @@ class HardwareProfile:
     rate of each group of tiers, of a link or a memory; on a CPU the local tier is in one
     (`hbm_group`). `clusters` are those of the card, estimated if empty. `facts` (sizes, PCIe
     generation ...) and `sweeps` are for tables and pictures, `published` for comparisons; but the
-    card's compute capability and shared memory are among the facts.
+    card's compute capability and shared memory are among the facts, and L2 is known from both.
     """
 
     name: str
@@ -162,6 +162,32 @@ class HardwareProfile:
         machine = replace(self)
         machine.__dict__["card"] = card  # where the cached property looks
         return machine
+
+    @functools.cached_property
+    def l2(self) -> tuple[float, float] | None:
+        """Bytes that SMs read again from L2, and their rate in bytes/s; None if not measured.
+
+        It is the largest working set of the sweep that fits L2. Larger sets are left out, although
+        the sweeps so far have high rates there: CTAs that drift together are believed to share what
+        one of them reads.
+        """
+        sweep, size = self.sweeps.get("l2"), self.facts.get("l2_bytes")
+        if sweep is None or not isinstance(size, int):
+            return None
+        sets = zip(sweep.column("set_bytes"), sweep.column("bytes_per_s"), strict=True)
+        return max((of for of in sets if of[0] <= size), default=None)
+
+    def for_steps(self, nbytes: float) -> "HardwareProfile":
+        """This machine for decode steps that read `nbytes` of operands, HBM's rate being L2's.
+
+        That is if they stay in L2 from step to step: an op's operands are used once in a step, and
+        all others are read in between. To be confirmed on a GPU: that steps of a small model reach
+        L2's rate, and up to which size.
+        """
+        if self.l2 is None or nbytes > self.l2[0]:
+            return self
+        rate = max(self.hbm_bytes_per_s, self.l2[1])
+        return replace(self, hbm_bytes_per_s=rate).launching(self.card)
 
     @functools.cached_property
     def products(self) -> OpCosts:

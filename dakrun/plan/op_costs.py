@@ -31,8 +31,9 @@ class StepCosts:
 
     `compute` has the seconds of arithmetic of one layer at the profile's rate, by op name; `work`
     the same at the kernels' efficiency. `vector_bytes` stay in the local tier. Problems of one
-    workload share one StepCosts and its cache.
-    With one remote tier and `divides_slots`, few slots are divided (see ops.decode_ops).
+    workload share one StepCosts and its cache. `profile` is that of steps of these ops, whose
+    operands may stay in L2. With one remote tier and `divides_slots`, few slots are divided (see
+    ops.decode_ops).
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class StepCosts:
         *,
         divides_slots: bool = True,
     ) -> None:
-        self.model, self.workload, self.profile, self.remote = model, workload, profile, remote
-        self.links = Links.of(profile, remote)
+        self.model, self.workload, self.remote = model, workload, remote
         divided = divides_slots and len(remote) == 1
         self.ops = decode_ops(model, workload, divides_slots=divided)
+        self.profile = profile.for_steps(sum(op.layers * op.read_bytes for op in self.ops))
+        profile = self.profile
+        self.links = Links.of(profile, remote)
         self.compute = {op.name: compute_time(op, profile, model.dtype) for op in self.ops}
         self.work = {
             op.name: kernel_compute_time(op, self.compute[op.name], profile) for op in self.ops

@@ -148,7 +148,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
         (
             "profile",
             f"{profile.name}: {profile.description} ({source.kind}, {source.date})"
-            f"{_estimated_text(plan)}",
+            f"{_estimated_text(plan)}{_l2_text(plan)}",
         ),
         *((f"{name} memory", _memory_text(plan, tier)) for tier, name in enumerate(plan.tiers)),
         (
@@ -243,6 +243,14 @@ def _draft_rows(plan: Plan) -> list[tuple[str, str]]:
         f"takes {times}; drafts save time from {most.break_even:.2f} tokens a row and step"
     )
     return [("drafts", f"{text}, with one row from {few.break_even:.2f}" if few != most else text)]
+
+
+def _l2_text(plan: Plan) -> str:
+    """Whether steps are predicted to read from L2."""
+    l2, rate = plan.profile.l2, plan.profile.hbm_bytes_per_s
+    return (
+        f"; a step's operands stay in L2, at {rate / 1e9:,.0f} GB/s" if l2 and l2[1] == rate else ""
+    )
 
 
 def _prompts_text(shown: Overview) -> str:
