@@ -68,19 +68,6 @@ def test_the_router_has_a_cta_on_each_sm_while_that_is_enough(rows: int, hidden:
     assert not fewer or in_all(fewer) > card.sms
 
 
-def test_few_rows_prefetch_what_is_read_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    monkeypatch.setattr(dispatch, "AHEAD_BYTES", 100)
-    monkeypatch.setattr(dispatch, "route", lambda *_, **options: found.append(options["ahead"]))
-    weight, ahead = torch.zeros(6, HIDDEN), torch.zeros(300, dtype=torch.uint8)
-    for n in (64, 65):
-        x, lengths = torch.zeros(n, HIDDEN).half(), torch.zeros(n, dtype=torch.int32)
-        products(n).route(x, weight, None, lengths, ahead=ahead)
-    few, many = found
-    assert few.data_ptr() == ahead.data_ptr() and len(few) == 100
-    assert many is None
-
-
 def test_rows_in_chunks_are_as_rows_together(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

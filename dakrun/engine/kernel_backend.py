@@ -20,7 +20,7 @@ from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
 from dakrun.kernels.experts.dispatch import Choices, ExpertProducts
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import card_of
-from dakrun.launches import By, TierAccess
+from dakrun.launches import EXPERT_CHUNK_ROWS, By, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
 from dakrun.models.experts import Experts, Router, mixtures, routers
@@ -28,6 +28,10 @@ from dakrun.models.functional import rope_table
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.models.operands import Operand
 from dakrun.weights.loading import Weights
+
+# Bytes that a router prefetches into L2, for few rows: an H100's HBM delivers them in the 4 us in
+# which no expert can be read.
+ROUTER_AHEAD_BYTES = 12 << 20
 
 
 class KernelBackend:
@@ -59,10 +63,7 @@ class KernelBackend:
         self._following = {
             a.name: b.name for a, b in itertools.pairwise(self.order) if isinstance(b, Linear)
         }
-        self._behind_experts = {
-            mixture.router.weight.name: self._following.get(mixture.down.name)
-            for mixture in mixtures(model)
-        }
+        self._experts_of = {m.router.weight.name: m.down.name for m in mixtures(model)}
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         device = self.like.device
@@ -219,7 +220,9 @@ class KernelBackend:
         weight, bias = self._vectors[router.weight.name], self._vector(router.bias)
         stacked = self._stacked.get(router.weight.name)
         use = self.expert_use.rows(router, self._kind) if self.expert_use else None
-        ahead = self._behind(router)
+        ahead = None
+        if len(x) <= EXPERT_CHUNK_ROWS:
+            ahead = self._ahead(self._experts_of[router.weight.name], len(x), ROUTER_AHEAD_BYTES)
         return x, self._passing.route(x, weight, bias, self._positions, stacked, use, ahead)
 
     def experts(
@@ -328,17 +331,11 @@ class KernelBackend:
             )
         return found
 
-    def _ahead(self, name: str, n: int) -> torch.Tensor | None:
+    def _ahead(self, name: str, n: int, nbytes: int | None = None) -> torch.Tensor | None:
         """The bytes to prefetch into L2: of the part in HBM of the matrix used after `name`."""
-        following = self._following.get(name)
-        return None if following is None else self._products.ahead(n, *self._operands[following])
-
-    def _behind(self, router: Router) -> torch.Tensor | None:
-        """The bytes in HBM of the matrix used after the experts of `router`."""
-        if (name := self._behind_experts[router.weight.name]) is None:
+        if (following := self._following.get(name)) is None:
             return None
-        part = self._operands[name][0].parts[0]
-        return part.arrays[0] if part.tier == LOCAL and part.nbytes else None
+        return self._products.ahead(n, *self._operands[following], nbytes)
 
     def _normalize(
         self, norm: Norm, x: torch.Tensor, out: torch.Tensor, *, pad_grid: bool = False

@@ -30,7 +30,6 @@ from dakrun.memory.matrix import TieredMatrix
 
 _config = functools.cache(grouped_config)
 _tiled = functools.cache(grouped_launch)
-AHEAD_BYTES = 12 << 20  # of an H100's HBM: 4 us
 Choices = Sequence[tuple[slice, Routed]]  # rows, and the experts that they chose
 
 
@@ -76,12 +75,7 @@ class ExpertProducts:
         use: torch.Tensor | None = None,
         ahead: torch.Tensor | None = None,
     ) -> Choices:
-        """Choose the experts of x [n, H] as route.route() does; valid until the next call.
-
-        Of `ahead` the beginning is prefetched, where there are few rows: as much as HBM delivers
-        while nothing else is read.
-        """
-        ahead = ahead[:AHEAD_BYTES] if ahead is not None and len(x) <= EXPERT_CHUNK_ROWS else None
+        """Choose the experts of x [n, H] as route.route() does; valid until the next call."""
         chunks = expert_chunks(len(x), self._card, self._atom_bytes)
         found = list(zip(chunks, self._routed[: len(chunks)], strict=True))
         for rows, out in found:

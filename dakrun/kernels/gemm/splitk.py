@@ -204,18 +204,21 @@ def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int
     args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
 
 
-def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
+def look_ahead(
+    weight: TieredMatrix, config: GemmConfig, nbytes: int | None = None
+) -> torch.Tensor | None:
     """The bytes that a launch reads from HBM after its first copies: `ahead` of another launch.
 
-    None if there are none: the first tier is not the GPU's own memory, or the first copies read
-    all of it. Also None for stages of two groups and for halves of K, whose order is another.
+    There are up to `nbytes`, by default AHEAD_BYTES for each CTA. None if there are none: the first
+    tier is not the GPU's own memory, or the first copies read all of it. Also None for stages of
+    two groups and for halves of K, whose order is another.
     """
     part, ring = weight.parts[0], config.rings[0]
     if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
         return None
     elements = part.format.arrays(UNIT_COLS)[0].row_block_bytes // UNIT_ATOMS  # of an atom
     first = part.split.wave * ring.atoms * ring.stages * elements
-    found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
+    found = part.arrays[0][first : first + (nbytes or part.split.ctas * AHEAD_BYTES)]
     return found if found.numel() else None
 
 
