@@ -145,9 +145,7 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     const bool is = picked >> i & 1;
     const uint32_t mask = __ballot_sync(0xffffffff, is);
     if (is) {
-      const int expert = 32 * i + lane;
-      const int place = args.stacked == nullptr ? expert : args.stacked[expert];
-      to[rank + __popc(mask & ((1u << lane) - 1))] = {idle ? -1 : place,
+      to[rank + __popc(mask & ((1u << lane) - 1))] = {idle ? -1 : places[i],
                                                      scores[i] / of_picked * args.scale};
     }
     rank += __popc(mask);
