@@ -1,4 +1,4 @@
-// The tokens of a step with drafts, of slots with a grammar or with other options that change logits:
+// The tokens of a step with drafts, of slots with a grammar or other options that change logits:
 // masks and counts of tokens follow from the token before, so one token is chosen after the other.
 //
 //   for each row of such a slot, one CTA:
