@@ -60,7 +60,8 @@ class StepTimes:
         queries = float(tokens)
         if plan.profile.device == "cuda":
             group = plan.model.num_heads // plan.model.num_kv_heads
-            queries = ceil_div(tokens, PROMPT_PART_ROWS // group) * PROMPT_PART_ROWS / group
+            part = max(1, PROMPT_PART_ROWS // group)
+            queries = ceil_div(tokens, part) * PROMPT_PART_ROWS / group
         flops = op.layers * op.flops / plan.workload.batch_size * rows * queries
         rate = PROMPT_EFFICIENCY * plan.profile.compute[plan.model.dtype].at(TILED_MAX_ROWS)
         return max(read, self._launches_s + flops / rate)
