@@ -225,6 +225,7 @@ def test_answers_with_forms_that_give_their_blocks_up(
         with LLM(
             path, device="cuda", batch_size=16, max_model_len=320, expected_prompt=20,
             expected_tokens=20, speculate=choice,
+            policy=Policy(offload_ratio=0.2, kv_offload_ratio=0.25),
         ) as llm:  # fmt: skip
             space = SwapSpace(llm.engine.runner.cache, 16 * swaps)
             space.open()
