@@ -1,11 +1,13 @@
 """Experts that change places between steps: which, how many, and that no token changes."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from dakrun.config import SamplingParams
@@ -14,6 +16,7 @@ from dakrun.engine.expert_moves import pairs
 from dakrun.llm import LLM
 from dakrun.models import popularity, read_model_config
 from dakrun.plan import Policy
+from dakrun.terminal.summary import render
 
 PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 40)), [3, 3, 3]]
 
@@ -76,6 +79,9 @@ def test_popular_experts_come_to_the_local_tier_and_no_token_changes(
         shares = [of["experts"]["measured_local_read_share"] for of in (report, llm.report())]
         assert shares[1] > shares[0] + 0.02
         assert llm.report()["expert_moves"]["exchanged_pairs"] == moved
+        text = io.StringIO()
+        render(llm.report(1.0), Console(file=text, width=300), verbose=True)
+        assert f"{moved} pair" in text.getvalue() and "changed places (" in text.getvalue()
     kept = json.loads(popularity.kept_path(read_model_config(model)).read_text())["counts"]
     assert kept == counts  # of the last batch, after the counts were cleared
 
