@@ -26,6 +26,7 @@ def test_which_experts_change_places() -> None:
     assert pairs([40, 5, 99, 80, 6, 60], tiers) == [(3, 1)]
     assert pairs([10, 5, 99, 80, 6, 90], tiers) == [(5, 1), (3, 0)]
     assert pairs([10, 10, 0, 12, 14, 11], tiers) == []  # may be chance
+    assert pairs([20, 40, 0, 12, 54, 11], tiers) == []  # as well, of the extremes of many
     assert pairs([0] * 6, tiers) == []
 
 
