@@ -187,10 +187,9 @@ def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> floa
     counts.
     """
     name, hbm_rate = list(links.direct)[tier], next(iter(links.direct.values()))
-    copy_s = kernel_s = read_s = attention_s = predicted_s = layer_bytes = 0.0
+    copy_s = kernel_s = read_s = attention_s = for_link_s = layer_bytes = 0.0
     for op in ops:
         seconds = sum(op.predicted_s)
-        predicted_s += seconds
         if op.op.category == "attention":
             attention_s += seconds
             read_s += op.read_bytes(tier) / links.direct[name]
@@ -200,12 +199,13 @@ def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> floa
             copy_s += copied
             layer_bytes += op.read_bytes(tier) / op.op.layers if op.op.in_layer else 0.0
             if seconds <= copied * (1 + 1e-9):  # it waits for the link
-                seconds = op.op.layers * op.op.read_bytes / hbm_rate
+                reads = op.op.layers * op.op.read_bytes / hbm_rate
+                for_link_s, seconds = for_link_s + seconds - reads, reads
         kernel_s += seconds
     if not read_s or not layer_bytes:
         return 0.0
     shared = (math.sqrt(kernel_s**2 + 4 * read_s * copy_s) - kernel_s) / (2 * read_s)
     longer = read_s + min(read_s * min(1.0, shared), copy_s)
-    waits = max(0.0, kernel_s + max(attention_s, longer) - predicted_s)
+    waits = max(0.0, longer - attention_s - for_link_s)
     layers_of_a_group = STAGED_TOGETHER / layer_bytes
     return waits * min(1.0, max(0.0, layers_of_a_group - 1))

@@ -151,8 +151,8 @@ class Problem:
         costs, tokens = self.costs, self.prefill.chunk_tokens
         if costs.profile.device != "cuda" or costs.model.dtype == "float32":
             return self.prefill
-        whole, free = costs.workload.batch_size * costs.workload.prompt_len, free + self.activations
-        larger = PREFILL_LAUNCH_ROWS
+        larger, free = PREFILL_LAUNCH_ROWS, free + self.activations
+        whole = max(larger, costs.workload.batch_size * costs.workload.prompt_len)
         while larger < 2 * whole and costs.activations(larger) <= free:
             tokens, larger = max(tokens, larger), 2 * larger
             if not staged:
