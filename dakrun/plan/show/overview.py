@@ -75,10 +75,20 @@ class Prompts:
 
     @classmethod
     def of(cls, plan: Plan) -> "Prompts":
-        """Plan again for decode steps alone."""
-        work, alone = plan.workload, plan
+        """Plan again for decode steps alone, with as many remote slots: what remains is quick."""
+        work, policy, alone = plan.workload, plan.policy, plan
+        if plan.ratio > 0:
+            held = sum(op.remote_bytes for op in plan.weights())
+            policy = replace(
+                policy,
+                strategy=plan.strategy,
+                kv_offload_ratio=plan.op("attention").ratio,
+                offload_ratio=held / plan.weight_bytes
+                if policy.offload_ratio is not None
+                else None,
+            )
         with suppress(CannotRun):
-            alone = make_plan(plan.model, work, plan.profile, plan.policy, prompts=False)
+            alone = make_plan(plan.model, work, plan.profile, policy, prompts=False)
         ratios = {op.op.name: op.ratio for op in alone.ops}
         return cls(
             passes=passes_of(work, plan.prefill.chunk_tokens) / work.new_tokens,
