@@ -153,9 +153,10 @@ def place(problem: Problem, slots: Counts) -> Placement:
     def time(op: Op, units: int) -> float:
         """Bound in seconds of one layer of `op` with `units` remote ones, work of prompts added."""
         read = problem.tier_bytes(op, units, by_name[op.name])
-        shares = [n / op.read_bytes for n in read]
-        work = bound_time(problem.prompts.times[op.name].work, shares) / op.layers
-        return problem.costs.bound(op, read, "direct") + work
+        seconds, work = problem.costs.bound(op, read, "direct"), problem.prompts.times[op.name].work
+        if len(work) > 1:
+            seconds += bound_time(work, [n / op.read_bytes for n in read]) / op.layers
+        return seconds
 
     totals = round_ratios(weights, [1 - of[0] for of in ratios], goal, time)
     greedy = problem.strategy != "uniform"

@@ -103,6 +103,9 @@ class PassTimes:
 
     def add(self, ratios: Sequence[float], seconds: dict[str, float]) -> None:
         """Add the op's `seconds` of work and of copies at its `ratios`."""
+        if len(self.work) == 1 and not self.work[0][1] and not self.copies:  # mostly
+            seconds[WORK] += self.work[0][0]
+            return
         seconds[WORK] += bound_time(self.work, ratios)
         for name, line in self.copies.items():
             seconds[name] = seconds.get(name, 0.0) + line_time(line, ratios)
