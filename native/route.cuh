@@ -6,7 +6,7 @@
 
 constexpr int kWarps = ROUTE_WARPS, kThreads = 32 * kWarps;
 constexpr int kMaxRows = ROUTE_MAX_ROWS;  // of a band, and of a launch that places pairs itself
-constexpr int kPerLane = ROUTE_PER_LANE;  // experts: a lane has every 32nd
+constexpr int kPerLane = ROUTE_PER_LANE;  // experts, which follow each other
 constexpr int kMaxExperts = 32 * kPerLane;
 constexpr int kLine = 32;  // words of a line of the cache
 

@@ -53,40 +53,50 @@ __device__ __forceinline__ uint32_t best_groups(const RouteArgs& args, const flo
   return found;
 }
 
+// The logits of the lane's experts: sums of the parts, in order.
+__device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float (&sums)[kPerLane]) {
+  constexpr int kVectors = kPerLane / 4, kAtOnce = 4 / kVectors;  // registers for 16 logits
+  const int parts = part_count(args);
+  const int64_t part_size = static_cast<int64_t>(args.n) * kVectors * 32;
+  const float4* from = reinterpret_cast<const float4*>(args.logits) +
+                       (static_cast<int64_t>(row) * 32 + threadIdx.x % 32) * kVectors;
+#pragma unroll
+  for (float& sum : sums)
+    sum = 0.0f;
+#pragma unroll 1
+  for (int part = 0; part < parts; part += kAtOnce) {
+    float4 more[kAtOnce][kVectors];
+#pragma unroll
+    for (int i = 0; i < kAtOnce * kVectors; i++) {
+      more[i / kVectors][i % kVectors] = ptx::load_from_l2_or_zero(
+          from + i / kVectors * part_size + i % kVectors, part + i / kVectors < parts);
+    }
+    from += kAtOnce * part_size;
+#pragma unroll
+    for (int i = 0; i < kAtOnce * kVectors; i++) {
+      const float4 logits = more[i / kVectors][i % kVectors];
+      float* const to = sums + i % kVectors * 4;
+      to[0] += logits.x, to[1] += logits.y, to[2] += logits.z, to[3] += logits.w;
+    }
+  }
+}
+
 // Choose the experts of a row: [top_k] by ascending number. `by`, [experts], is the warp's memory.
 __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by, Choice* to) {
-  const int lane = threadIdx.x % 32, experts = args.experts;
-  const auto exists = [=](int i) { return 32 * i + lane < experts; };
+  const int lane = threadIdx.x % 32, experts = args.experts, own_first = kPerLane * lane;
+  const auto exists = [=](int i) { return own_first + i < experts; };
   // Loads that wait for nothing come first. A row without a request chooses as others do, then none.
   const bool idle = args.lengths != nullptr && args.lengths[row] < 0;
-  float scores[kPerLane], bias[kPerLane];
+  float bias[kPerLane];
   int places[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
-    const int expert = 32 * i + lane;
-    scores[i] = 0.0f;
+    const int expert = own_first + i;
     bias[i] = args.bias != nullptr && exists(i) ? args.bias[expert] : 0.0f;
     places[i] = args.stacked != nullptr && exists(i) ? args.stacked[expert] : expert;
   }
-  constexpr int kPartsAtOnce = kPerLane <= 4 ? 4 : 16 / kPerLane;  // registers for 16 logits
-  const int parts = part_count(args);
-#pragma unroll 1
-  for (int part = 0; part < parts; part += kPartsAtOnce) {
-    float more[kPartsAtOnce][kPerLane];
-#pragma unroll
-    for (int j = 0; j < kPartsAtOnce; j++) {
-      const int64_t of = static_cast<int64_t>(min(part + j, parts - 1)) * args.n + row;
-#pragma unroll
-      for (int i = 0; i < kPerLane; i++)
-        more[j][i] = ptx::load_from_l2(args.logits + of * kMaxExperts + lane + 32 * i);
-    }
-#pragma unroll
-    for (int j = 0; j < kPartsAtOnce; j++) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; i++)
-        if (part + j < parts) scores[i] += more[j][i];
-    }
-  }
+  float scores[kPerLane];
+  sum_parts(args, row, scores);
   uint32_t own = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; i++)
@@ -98,13 +108,13 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     scores[i] = args.sigmoid ? 1.0f / (1.0f + expf(-scores[i])) : expf(scores[i] - maximum);
     if (exists(i)) sum += scores[i];
   }
-  sum = args.sigmoid ? 1.0f : total(sum);
+  const float factor = args.sigmoid ? 1.0f : 1.0f / total(sum);
   uint32_t keys[kPerLane];  // 0: cannot be chosen, or has been
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
-    scores[i] = scores[i] / sum;
+    scores[i] *= factor;
     keys[i] = exists(i) ? key(scores[i] + bias[i]) : 0;
-    if (args.groups > 1 && exists(i)) by[32 * i + lane] = scores[i] + bias[i];
+    if (args.groups > 1 && exists(i)) by[own_first + i] = scores[i] + bias[i];
   }
   if (args.groups > 1) {
     sync_warp();
@@ -112,11 +122,11 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     const uint32_t open = best_groups(args, by, size);
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
-      if (!(open >> min((32 * i + lane) / size, 31) & 1)) keys[i] = 0;
+      if (!(open >> min((own_first + i) / size, 31) & 1)) keys[i] = 0;
     }
     sync_warp();  // the next row uses `by` again
   }
-  uint32_t picked = 0;  // bit i: expert 32 i + lane
+  uint32_t picked = 0;  // bit i: the lane's expert number i
   for (int k = 0; k < args.top_k; k++) {
     uint32_t own = 0;
 #pragma unroll
@@ -126,12 +136,12 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     int first = kMaxExperts;
 #pragma unroll
     for (int i = kPerLane - 1; i >= 0; i--) {
-      if (keys[i] == best) first = 32 * i + lane;
+      if (keys[i] == best) first = own_first + i;
     }
     first = __reduce_min_sync(0xffffffff, first);
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
-      if (32 * i + lane == first) keys[i] = 0, picked |= 1u << i;
+      if (own_first + i == first) keys[i] = 0, picked |= 1u << i;
     }
   }
   float of_picked = 0.0f;
@@ -139,15 +149,15 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
   for (int i = 0; i < kPerLane; i++) {
     if (picked >> i & 1) of_picked += scores[i];
   }
-  of_picked = args.renormalized ? total(of_picked) + (args.sigmoid ? 1e-20f : 0.0f) : 1.0f;
+  float scale = args.scale;
+  if (args.renormalized) scale /= total(of_picked) + (args.sigmoid ? 1e-20f : 0.0f);
+  int rank = 0;  // chosen experts before the lane's
 #pragma unroll
-  for (int i = 0, rank = 0; i < kPerLane; i++) {
-    const bool is = picked >> i & 1;
-    const uint32_t mask = __ballot_sync(0xffffffff, is);
-    if (is) {
-      to[rank + __popc(mask & ((1u << lane) - 1))] = {idle ? -1 : places[i],
-                                                     scores[i] / of_picked * args.scale};
-    }
-    rank += __popc(mask);
+  for (int i = 0; i < kPerLane; i++)
+    rank += __popc(__ballot_sync(0xffffffff, picked >> i & 1) & ((1u << lane) - 1));
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++) {
+    if (picked >> i & 1)
+      to[rank++] = {idle ? -1 : places[i], scores[i] * scale};
   }
 }

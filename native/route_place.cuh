@@ -52,7 +52,7 @@ struct Placing {
       } else {
 #pragma unroll 8
         for (int band = 0; band < band_count(args); band++) {
-          const int count = ptx::load_from_l2(args.counts + band * args.experts + expert);
+          const int count = args.counts[band * args.experts + expert];  // of the launch before
           total += count;
           if (band * args.band_rows < first) earlier += count;
         }

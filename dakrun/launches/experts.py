@@ -33,7 +33,7 @@ ALIGN = 128  # bytes, of W and of X in a stage
 # A CTA of the router has logits of ROUTER_EXPERTS experts from ROUTER_COLS columns, for up to
 # ROUTER_MAX_ROWS rows of X in tiles of ROUTER_TILE_ROWS.
 ROUTER_EXPERTS, ROUTER_COLS, ROUTER_TILE_ROWS, ROUTER_MAX_ROWS = 16, 512, 8, 64
-ROUTER_LOGITS = (32, 64, 128, 256, MAX_EXPERTS)  # of a row, and variants: up to so many experts
+ROUTER_LOGITS = (128, 256, MAX_EXPERTS)  # of a row, and variants: up to so many experts
 # Rows of X in one launch of SplitK_GEMM. H100, Qwen3-30B-A3B: 64 take 453 us, but 512 take 1,312,
 # where the grouped tiled GEMM takes 436.
 EXPERT_CHUNK_ROWS = 64
