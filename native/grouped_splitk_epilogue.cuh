@@ -9,6 +9,7 @@ constexpr int kPairsOfThread = 2 * TILES;  // of accumulators: exchange() says w
 // `row_blocks` exist, for the rows of X of an item. Tokens and weights of the item's pairs are loaded
 // before the products where registers allow, to hide their latency.
 struct Outputs {
+  static constexpr int kAtOnce = 8;  // experts of a token whose products are loaded together
   static constexpr bool kEarly = kDown && TILES <= 2 && !kHasUnits;
 
   const GroupedSplitKArgs& args;
@@ -66,15 +67,18 @@ struct Outputs {
     for (int i = 0; i < kPairsOfThread; i++)
       before[i] = counts && exists(i) ? atomicAdd(arrivals(i), 1) : -1;
     if (counts) ptx::fence_acq_rel();
+    uint32_t complete = 0;  // bit i: all experts of the token have arrived
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++) {
       if (before[i] == args.top_k - 1) *arrivals(i) = 0;
-      before[i] = __shfl_sync(0xffffffff, before[i], leader);
+      const bool last = __shfl_sync(0xffffffff, before[i], leader) == args.top_k - 1;
+      complete |= static_cast<uint32_t>(last) << i;
     }
     __syncwarp();
-#pragma unroll
+    // Unrolled where tokens are in registers, as few as there are; else it would take too many.
+#pragma unroll(kEarly ? kPairsOfThread : 1)
     for (int i = 0; i < kPairsOfThread; i++) {
-      if (before[i] == args.top_k - 1) add_up(token(i), w_row(i), m);
+      if (complete >> i & 1) add_up(token(i), w_row(i), m);
     }
   }
 
@@ -106,12 +110,24 @@ struct Outputs {
         reinterpret_cast<uint32_t*>(args.y + static_cast<int64_t>(token) * m + row);
     const float2 residual = unpacked(*y);
     float2 sum = {0.0f, 0.0f};
-#pragma unroll 4
-    for (int i = 0; i < args.top_k; i++) {
-      // From L2: this SM's L1 knows nothing of the other CTAs' stores.
-      const float2 more = ptx::load_from_l2(reinterpret_cast<const float2*>(
-          args.partials + static_cast<int64_t>(places[i]) * m + row));
-      sum.x += more.x, sum.y += more.y;
+#pragma unroll 1
+    for (int i = 0; i < args.top_k; i += kAtOnce) {
+      // All loads are in flight together: memory is idle while a launch ends.
+      int pairs[kAtOnce];
+      float2 more[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; j++)
+        pairs[j] = i + j < args.top_k ? places[i + j] : 0;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; j++) {
+        // From L2: this SM's L1 knows nothing of the other CTAs' stores.
+        const float* const of_pair = args.partials + static_cast<int64_t>(pairs[j]) * m;
+        more[j] = ptx::load_from_l2_or_zero(reinterpret_cast<const float2*>(of_pair + row),
+                                            i + j < args.top_k);
+      }
+#pragma unroll
+      for (const float2& of_pair : more)
+        sum.x += of_pair.x, sum.y += of_pair.y;
     }
     *y = packed(residual.x + sum.x, residual.y + sum.y);
   }

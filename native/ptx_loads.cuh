@@ -40,6 +40,18 @@ __device__ __forceinline__ float4 load_from_l2_or_zero(const float4* from, bool 
   return value;
 }
 
+__device__ __forceinline__ float2 load_from_l2_or_zero(const float2* from, bool loads) {
+  float2 value;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.f32 %0, 0f00000000;\n"
+      "mov.f32 %1, 0f00000000;\n"
+      "@p ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];\n}"
+      : "=f"(value.x), "=f"(value.y)
+      : "l"(from), "r"(static_cast<int>(loads))
+      : "memory");
+  return value;
+}
+
 // Load a line into L1 ahead of its use. An unused load would be dropped, so the kernel traps on a
 // bit pattern that no table or weight contains: a NaN with a payload, in 32 bits and in 16.
 __device__ __forceinline__ void touch(const void* line) {

@@ -85,7 +85,7 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
 __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by, Choice* to) {
   const int lane = threadIdx.x % 32, experts = args.experts, own_first = kPerLane * lane;
   const auto exists = [=](int i) { return own_first + i < experts; };
-  // Loads that wait for nothing come first. A row without a request chooses as others do, then none.
+  // Loads that wait for nothing come first. A row without a request chooses, too, and then none.
   const bool idle = args.lengths != nullptr && args.lengths[row] < 0;
   float bias[kPerLane];
   int places[kPerLane];

@@ -322,8 +322,9 @@ T load_from_l2(const T* from) {
   return *from;
 }
 
-inline float4 load_from_l2_or_zero(const float4* from, bool loads) {
-  return loads ? *from : float4{};
+template <class T>
+T load_from_l2_or_zero(const T* from, bool loads) {
+  return loads ? *from : T{};
 }
 
 template <int registers>
