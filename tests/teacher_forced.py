@@ -52,7 +52,7 @@ def divergences(
             whole = found[request.id]
             assert whole.logprobs is not None
             other = wanted[first], whole.logprobs[start + first].chosen.logprob
-            differ.append(Divergence(history, _gap(request, own, first, other)))
+            differ.append(Divergence(history, gap_of(request, own, first, other)))
             rest = len(wanted) - first - 1
             if rest:
                 done[request.id] = start + first + 1
@@ -63,7 +63,7 @@ def divergences(
     raise AssertionError(f"more than {ROUNDS} differences in a request")
 
 
-def _gap(request: Request, own: Completion, place: int, found: tuple[int, float]) -> float:
+def gap_of(request: Request, own: Completion, place: int, found: tuple[int, float]) -> float:
     """The score of the token chosen at `place` less that of the one `found`, in units of logits.
 
     The latter's log-probability is the first run's too, where it is among the likeliest.

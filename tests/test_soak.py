@@ -2,18 +2,21 @@
 
 import gc
 import json
+import math
 import random
 import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from teacher_forced import gap_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dakrun.config import SamplingParams
@@ -151,26 +154,45 @@ def test_many_rows_cut_off_and_resumed(
 def test_drafts_with_a_tenth_of_the_blocks(
     path: Path, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 slots, whose requests take up to 80 blocks: the tokens of each request alone."""
+    """40 slots, whose requests take up to 80 blocks: the tokens of each request alone.
+
+    Two scores may be equal but for the order of float32 sums, which follows from the rows beside.
+    """
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in good_rows(count)))
 
-    def run(llm: LLM) -> dict[str, tuple[Any, ...]]:
-        found = {}
+    def run(llm: LLM) -> dict[str, Completion]:
         with RequestReader(source, defaults=LIMITS) as reader:
             rows = (row for row in reader.rows(llm.rules) if not isinstance(row, RowError))
-            for one in llm.stream(rows):
-                assert not isinstance(one, RowError)
-                found[one.id] = (one.token_ids, one.text, one.finish_reason)
+            found = {one.id: one for one in llm.stream(rows) if isinstance(one, Completion)}
         cache = llm.engine.runner.cache
         assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
         return found
 
     with load(path, 1) as llm:
         wanted = run(llm)
-    monkeypatch.setattr(Plan, "kv_placement", lambda _: (("hbm", 20, 4), ("host", 20, 4)))
-    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
-    with load(path, 40, "suffix:5") as llm:
-        assert run(llm) == wanted and len(wanted) == count
-        stats = llm.engine.stats
+    assert len(wanted) == count
+    with monkeypatch.context() as few:
+        few.setattr(Plan, "kv_placement", lambda _: (("hbm", 20, 4), ("host", 20, 4)))
+        few.setattr(Admission, "_has_room", lambda *_: True)
+        with load(path, 40, "suffix:5") as llm:
+            found, stats = run(llm), llm.engine.stats
+            with RequestReader(source, defaults=LIMITS) as reader:
+                requests = [r for r in reader.rows(llm.rules) if isinstance(r, Request)]
+    assert found.keys() == wanted.keys()
+    differ = [r for r in requests if found[r.id].token_ids != wanted[r.id].token_ids]
+    assert all(
+        (one.text, one.finish_reason) == (wanted[id].text, wanted[id].finish_reason)
+        for id, one in found.items() if one.token_ids == wanted[id].token_ids
+    )  # fmt: skip
+    assert len(differ) <= count / 1000
+    with load(path, 1) as llm:
+        for request in differ:
+            params = replace(request.params, logprobs=20)
+            (again,) = llm.stream([replace(request, params=params)])
+            assert isinstance(again, Completion)
+            other = found[request.id].token_ids
+            pairs = zip(again.token_ids, other, strict=False)
+            place = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            assert gap_of(request, again, place, (other[place], -math.inf)) < 1e-5
     assert stats.preempted > count / 10 and sum(stats.accepted_drafts.values()) > count / 10
