@@ -76,7 +76,7 @@ def test_state_dicts_are_those_of_the_module() -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_models_of_transformers(name: str) -> None:
-    model = tiny_models.reference(name)
+    model = copy.deepcopy(tiny_models.reference(name))
     ids = torch.randint(tiny_models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = model(ids).logits
     replaced = replace_experts(model, ratio=0.5)

@@ -242,7 +242,7 @@ def test_what_else_is_refused() -> None:
         model(ids[:2], past_key_values=cache)
     cache.reset()
     model(ids, past_key_values=cache)
-    with refused("empty slots for 60 tokens"):
+    with refused("room for 60 tokens in every slot of 62"):
         model(ids, past_key_values=cache)
     cache.reset()
     with refused("room in every slot, but 62 "):

@@ -105,7 +105,7 @@ def expert_buffer_bytes(rows: int, *, experts: int, top_k: int, hidden: int, ffn
 
 def router_logits(experts: int) -> int:
     """Logits that the router keeps of a row, those of no expert included."""
-    return next(count for count in ROUTER_LOGITS if count >= experts)
+    return next((count for count in ROUTER_LOGITS if count >= experts), experts)
 
 
 def router_ctas(experts: int, hidden: int) -> int:
