@@ -121,7 +121,7 @@ DENSE = [name for name in CONFIGS if not hasattr(CONFIGS[name], "num_experts_per
 
 
 @pytest.mark.parametrize("name", cases([(name,) for name in DENSE], lambda name: "gqa" in name))
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("few", cases([(False,), (True,)], lambda few: few))
 def test_results_are_those_without_drafts(
     name: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import quantised
 import torch
 from cards import PORTABLE, SMALL, hold_to
+from cases import cases
 from emulated import EmulatedKernel
 from tiny_models import damage, kernel_models, save_half
 from transformers import (
@@ -98,7 +99,13 @@ def launched(
     return asked
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+# Their kinds of layers are in other models, too.
+SLOW = ("mixtral", "olmoe", "opt-like-350m")
+
+
+@pytest.fixture(
+    scope="module", params=cases([(name,) for name in CONFIGS], lambda name: name not in SLOW)
+)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:

@@ -88,6 +88,7 @@ def worker_processes() -> list[int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inside")
 def test_workers_draft(tmp_path: Path) -> None:
     """Each from its own answers: results are those without drafts."""
@@ -347,6 +348,7 @@ def test_the_first_to_load_does_not_get_all_long_rows(cluster: str) -> None:
     assert tokens[b"early"] - tokens[b"late"] == 30  # rows 0, 2, ... and 1, 3, ...
 
 
+@pytest.mark.full
 def test_a_pipeline_of_ray_data(cluster: str) -> None:
     params = SamplingParams(max_tokens=8)
     rows: list[dict[str, Any]] = [
@@ -388,6 +390,7 @@ def test_a_processor_gives_one_completion_a_row() -> None:
         DakrunProcessor(str(MODEL), params=SamplingParams(n=2))
 
 
+@pytest.mark.full
 def test_a_processor_scores_prompts(cluster: str) -> None:
     """Its params may ask for no new token; a column of rows for several choices."""
     rows = [{"prompt": "one plus two", "n": 1}, {"prompt": "three", "n": 2, "max_tokens": 3}]
