@@ -43,7 +43,7 @@ class Provenance:
     def spread(self) -> str:
         """How many of the measured figures spread, and which most; empty if none does.
 
-        That is in the words with which dakrun profile ends the source (see probe/measurement.py).
+        These are the words with which dakrun profile ends `source` (see lab/samples.py).
         """
         found = re.search(r"[1-9]\d* of \d+ figures spread by more than .*", self.source)
         return found[0] if found and self.kind == "measured" else ""
