@@ -1,14 +1,14 @@
-// Drafts of the rows of a step, from each row's own text or from the host's proposals; and what the
-// step's other kernels need to compute several tokens of a row: positions, places of keys and
-// values, tiles of queries.
+// Drafts of the rows of a step, from each row's own text or from the host's proposals. Also operands
+// with which the step's other kernels compute several tokens of a row: positions, addresses of keys
+// and values, tiles of queries. A *place* below is a position in the row's text.
 //
 //   for each row, one CTA:
-//     each thread: the longest match of the text's end with what precedes its places in the text
-//     reduce over the CTA by (length of the match, last place)
-//     drafts = what followed there, or what the host has proposed by a longer match; as many as the
+//     each thread: of some places, the longest match of the text's end with the text before the place
+//     reduce over the CTA: the longest match, of equals the last place
+//     drafts = the tokens from that place on, or the host's if their match is longer; as many as the
 //              match, the slot and its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
-//     write its tiles: `max_splits` ranges of KV blocks, empty ones where there is nothing to do
+//     write its tiles: one for each of `max_splits` ranges of KV blocks; without work it is empty
 //
 // dakrun/drafts/suffix.py says which match counts.
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ int match_length(const int* text, const int* end, int
   return length;
 }
 
-// What a slot's proposal says about the tokens behind `start`: null if the text has gone another
-// way since, or past its end.
+// The tokens that a slot's proposal has behind position `start`. Null if the text has got other tokens
+// since, or is past the proposal's end.
 __device__ __forceinline__ const int* proposed(const int* proposal, int size, const int* text,
                                                int start) {
   const int passed = start - proposal[0];

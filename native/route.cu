@@ -9,7 +9,7 @@
 //     logits = sums over columns
 //     scores = softmax(logits) or sigmoid(logits); by = scores + bias
 //     hide experts outside the row's best groups, whose two largest `by` have the largest sums
-//     take the expert of the largest `by` k times: of equal ones the first, as NaN is the largest
+//     take the expert of the largest `by` k times: of equals the first; NaN is the largest
 //     weights = scores, divided by their sum if renormalized, * scale
 //   up to 64 rows: the last CTA of all places the pairs of a row and an expert (route_place.cuh);
 //   more rows: each band's last CTA counts the rows of each expert, and
@@ -159,7 +159,8 @@ __device__ __forceinline__ bool arrives_last(int* arrivals, int count, int& shar
   return shared;
 }
 
-// HBM would be idle while the experts are not known. Earlier, the predecessor still reads.
+// Prefetch, as HBM would be idle while the experts are not known. Before the wait the predecessor
+// still reads.
 __device__ __forceinline__ void look_ahead(const RouteArgs& args) {
   ptx::wait_for_dependencies();
   if (threadIdx.x > 0 || args.ahead_bytes == 0) return;

@@ -1,4 +1,7 @@
-// The arguments of the router's kernels, and what they count.
+// The arguments of the router's kernels, and the sizes that follow from them.
+//
+// A *place* is where an expert lies in the stacked matrices; a *pair* is a row and an expert that it
+// chose, numbered in the order of places, then of rows.
 #pragma once
 
 #include "common.cuh"
@@ -17,12 +20,12 @@ struct RouteArgs {
   const int* lengths;   // [n], negative in rows without a request, which choose none; or null
   int* tokens;          // [n * top_k]: the row of each pair
   float* weights;       // [n * top_k]: the weight of each pair
-  int* ends;            // [experts]: pairs of the experts up to this one
-  int* places;          // [n, top_k]: pairs of a row by ascending expert; -1 without a request
-  const int* stacked;   // [experts]: the place of each in stacked matrices; null: its number
-  int* use;             // [2, experts]: rows that chose each, launches that read a place; or null
+  int* ends;            // [experts]: pairs of the places up to this one
+  int* places;          // [n, top_k]: numbers of a row's pairs, by expert; -1 without a request
+  const int* stacked;   // [experts]: the place of each expert; null: its number
+  int* use;             // [2, experts]: rows that chose an expert, launches that read a place; or null
   float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 3
-  float2* chosen;       // [n, top_k]: a place in stacked matrices, as bits, and its weight
+  float2* chosen;       // [n, top_k]: a place, as bits, and the expert's weight
   int* counts;          // [bands, experts]: rows of a band by place, of more than kMaxRows rows
   int* arrivals;        // [bands + 1], zeros before and after
   const uint8_t* ahead;  // prefetched to L2 for a later launch, `ahead_bytes` by each CTA

@@ -23,7 +23,7 @@ __device__ __forceinline__ float total(float value) {
   return reduce_warp(value, [](float a, float b) { return a + b; });
 }
 
-// The number of the lane with the largest key, or of the first of those.
+// The number of the lane with the largest key; the first such lane if several have it.
 __device__ __forceinline__ int first_largest(uint32_t key) {
   return __ffs(__ballot_sync(0xffffffff, key == largest(key))) - 1;
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
 __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by, Choice* to) {
   const int lane = threadIdx.x % 32, experts = args.experts, own_first = kPerLane * lane;
   const auto exists = [=](int i) { return own_first + i < experts; };
-  // Loads that wait for nothing come first. A row without a request chooses, too, and then none.
+  // Loads that wait for nothing come first. A row without a request computes, too, and chooses none.
   const bool idle = args.lengths != nullptr && args.lengths[row] < 0;
   float bias[kPerLane];
   int places[kPerLane];

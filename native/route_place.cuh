@@ -1,5 +1,6 @@
-// The places of pairs of a row and an expert: experts one after the other, each with its rows in
-// order. Experts that are read often may be stacked first, so they go by places, not by numbers.
+// The numbers of pairs of a row and an expert: experts one after the other, each with its rows in
+// order. Experts are in the order of their places in the stacked matrices, since those that are read
+// often may be stacked first. An index `expert` is a place in this file, but a number in count_use().
 #pragma once
 
 #include "route.cuh"
@@ -35,14 +36,14 @@ struct Placing {
     }
   }
 
-  // Counts the rows of a band by their experts.
+  // Counts the rows of a band that chose each expert.
   __device__ __forceinline__ void count(int band, int rows) const {
     mark(rows);
     for (int expert = threadIdx.x; expert < args.experts; expert += kThreads)
       args.counts[static_cast<int64_t>(band) * args.experts + expert] = before(expert, kMaxRows);
   }
 
-  // Places the pairs of rows from `first` on.
+  // Writes the pairs of `rows` rows from row `first` on.
   __device__ __forceinline__ void place(int first, int rows) const {
     mark(rows);
     for (int expert = threadIdx.x; expert < args.experts; expert += kThreads) {
@@ -83,7 +84,7 @@ struct Placing {
   __device__ __forceinline__ float2* of_row(int row) const {
     return args.chosen + static_cast<int64_t>(row) * args.top_k;
   }
-  // Notes which rows chose which experts.
+  // Writes `masks`: which rows chose which experts.
   __device__ __forceinline__ void mark(int rows) const {
     for (int i = threadIdx.x; i < kWords * args.experts; i += kThreads)
       masks[i] = 0;

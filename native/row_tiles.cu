@@ -1,9 +1,10 @@
-// Tiles of queries and places of keys and values of decode rows, one token each, for models whose
-// query heads are too many a KV head for SplitK_FlashAttn: prompt attention attends from their rows.
+// Tiles of queries of decode rows, one token each, and the addresses of their new keys and values.
+// For models with more query heads a KV head than SplitK_FlashAttn takes: prompt attention attends
+// from their rows instead.
 //
 //   for each row, one warp:
-//     lane 0: write where the row's new key and value belong
-//     each lane: write tiles, one for each range of KV blocks, empty ones where there is nothing to do
+//     lane 0: write where the row's new keys and values belong
+//     each lane: write tiles, one for each range (split) of KV blocks; without work a tile is empty
 
 #include "row_tiles.cuh"
 

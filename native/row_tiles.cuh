@@ -1,7 +1,8 @@
-// What prompt attention and store_kv need of the rows of a step, each with the newest tokens of a slot.
+// Operands of prompt attention and store_kv for the rows of a step, each with the newest tokens of a
+// slot: tiles, and the addresses of new keys and values.
 //
-// `Args` are a kernel's arguments, which name the same things: `tables` [slots][table_blocks] with
-// the addresses of KV blocks, the strides in bytes of the cache, and the sizes of tiles.
+// `Args` is the arguments of row_tiles.cu or draft_tokens.cu. Both have `tables` [slots][table_blocks]
+// with the addresses of KV blocks, the strides in bytes of the cache, and the sizes of tiles.
 #pragma once
 
 #include "geometry.cuh"
@@ -18,7 +19,7 @@ __device__ __forceinline__ KVPlace place_of(const Args& args, int slot, int posi
 }
 
 // Write the tile of a row for range `split` of its KV blocks: `queries` tokens from position `start`
-// on. The tile is empty where there is nothing to do.
+// on. The tile is empty if `queries` is 0, or if the row has no such range.
 template <typename Args>
 __device__ __forceinline__ void write_tile(const Args& args, int row, int split, int slot,
                                            int start, int queries) {

@@ -1,11 +1,11 @@
 // The tokens of a step with drafts, of slots with a grammar or other options that change logits:
-// masks and counts of tokens follow from the token before, so one token is chosen after the other.
+// masks and counts of tokens depend on the token before, so one token is chosen after the other.
 //
 //   for each row of such a slot, one CTA:
-//     for each of its tokens, the newest one and its drafts, up to the first that was not chosen:
-//       choose the next token as select_token does (adjusted_logits.cuh); count it
+//     for the newest token and then each draft, up to the first draft that was not chosen:
+//       choose the token behind it as select_token does (adjusted_logits.cuh); count this token
 //
-// Tokens behind are left as they are: acceptance ends before them.
+// Tokens behind a draft that was not chosen are left as they are: accept_drafts ignores them.
 
 #include "adjusted_logits.cuh"
 
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) {
       args.tokens[i] = token;
       args.lengths[i] = length + 1;
-      // The host writes the next mask, for which this CTA may wait, when it sees the token.
+      // The host writes the next mask when it sees this token; the CTA may wait for that mask.
       ptx::store_release_sys(
           args.log + static_cast<int64_t>(slot) * args.depth + length % args.depth, logged);
     }

@@ -126,8 +126,9 @@ _bench_options = together(
         "--speculate",
         minimum=0,
         default=0,
-        help="model: also measure steps that carry N drafts of each row (see generate), "
-        "and show what a token takes at acceptances of 0.5, 0.8 and 0.95.",
+        help="model: also measure steps that carry N drafts of each row (see generate "
+        "--speculate), and show the time of a token if a draft behind right ones is right with a "
+        "chance of 0.5, 0.8 and 0.95.",
     ),
     count_option(
         "-n",

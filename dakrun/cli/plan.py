@@ -77,7 +77,8 @@ def plan(
     decode step and effective bandwidth (EB), the same with one offload ratio for all ops, the limit
     of the speed, and the changes that would raise it most. With -i, lengths are those of the file's
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
-    the time of its run is predicted; rows that cannot run are counted by reason.
+    the time of its run, without drafts, is predicted; rows that cannot run are counted by reason.
+    With --speculate, the time of steps with drafts is predicted, too.
     """
     from dataclasses import replace
 

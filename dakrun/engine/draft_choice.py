@@ -1,10 +1,11 @@
 """Which steps carry drafts: none, all that are small enough, or those in which drafts save time.
 
-Of all steps some have none while hardly any draft is accepted.
+"suffix" drafts in all small steps, but in few of them while hardly any draft is accepted.
 
-A step gives a row one token in T seconds; with drafts it takes T' seconds and gives E tokens, so
-that drafts save time where T' < E T. T and T' are measured by size of a step, E by row; until T' is
-measured too, the plan says how many times T it is. Knows no runners.
+"auto" compares times. A step without drafts gives a row one token in T seconds; a step with drafts
+gives it E tokens in T' seconds. Drafts save time where T' < E T. T and T' are measured by the
+number of rows of a step, E row by row. Until T' is measured, the plan predicts T' / T. Knows no
+runners.
 """
 
 from bisect import bisect_left
@@ -17,9 +18,9 @@ from dakrun.plan import DraftForecast
 
 LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to save any
 NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
-AGAIN = 100  # steps with drafts after which one without is measured again
-USELESS, PAUSE = 16, 7  # steps with useless drafts after which so many steps have none
-USEFUL = 0.02  # accepted drafts of a row
+AGAIN = 100  # steps with drafts after which a step without drafts is measured again
+USELESS, PAUSE = 16, 7  # after USELESS steps with useless drafts, PAUSE steps have none
+USEFUL = 0.02  # accepted drafts of a row in a step; drafts of fewer are useless
 
 
 class _Mean:
@@ -36,7 +37,7 @@ class _Mean:
 
 
 class DraftChoice:
-    """The user's choice; for "auto", what steps of about as many rows take with and without."""
+    """The user's choice, and the measured times of steps with drafts and without, by rows."""
 
     def __init__(self, speculation: Speculation, forecasts: Sequence[DraftForecast]) -> None:
         """`forecasts` are of steps with up to `speculation.most` drafts, by rising rows."""
@@ -48,11 +49,11 @@ class DraftChoice:
         self._drafted = Counter[int]()  # steps since one without drafts
         self._useless = self._pause = 0  # steps since drafts were useful; since there were any
         self._total_s = 0.0
-        self._lost_s = 0.0  # by steps with drafts, less what others have saved since
-        self.rejected_s = 0.0  # by which drafts that were not accepted made steps longer
+        self._lost_s = 0.0  # by steps whose drafts lost time, less what later drafts have saved
+        self.rejected_s = 0.0  # by which rejected drafts made steps longer
 
     def next(self, running: Sequence[RequestState]) -> int:
-        """The drafts of a row, at most, in the next step, of the `running` requests."""
+        """The most drafts of a row in the next step, whose rows are the `running` requests'."""
         size = bisect_left(self._rows, len(running))
         if not running or size == len(self._rows):
             return 0
@@ -102,7 +103,7 @@ class DraftChoice:
         self.rejected_s += max(0.0, seconds - plain) * (1 - (kept - 1) / drafts)
 
     def _seconds(self, size: int) -> tuple[float, float]:
-        """Seconds of a step without and with drafts: measured, or as one follows from the other."""
+        """Seconds of a step without and with drafts: measured, or the other's by the forecast."""
         longer = self._forecasts[size].break_even
         plain, drafting = self._plain[size].value, self._drafting[size].value
         if plain is None:

@@ -2,16 +2,18 @@
 
 Knows bytes, places and streams; expert_moves.py says which experts to exchange.
 
-Kernels find an expert by its place, which says who reads it, and by a shift: the bytes from there
-to where it is. One piece of HBM is spare. A hot expert comes from the host, a cold one goes there:
+The matrices of a layer's experts are stacked. An expert's place in the stack decides which tier's
+CTAs read it; the place's shift is the bytes from the place to the memory that the expert is in. One
+piece of HBM is spare. A hot expert comes from the host, a cold one goes there:
 
     beside steps:   hot expert, host -> spare    both are read where they were
-    between steps:  places and shifts change     hot is read from the spare piece
+    between steps:  places and shifts change     hot is read from the spare piece, by HBM's CTAs
     beside steps:   cold expert, HBM -> host     still read from HBM, by the host's CTAs
     between steps:  its shift changes            its piece of HBM is the spare one now
 
-Tables change in the order of the stream, before the first kernel of a step, which no other of the
-step overtakes. So a piece that no table names is free, and captured graphs stay as they are.
+The device's tables of places and shifts change in the order of the stream: before the first kernel
+of a step, which no other kernel of the step overtakes. So a piece that no table names is free, and
+captured graphs stay as they are.
 """
 
 import sys
@@ -26,11 +28,11 @@ from dakrun.memory.device import upload
 from dakrun.memory.matrix import TieredMatrix
 
 COPY_SHARE = 0.01  # of what the link carries in a step, at most, for copies of experts
-LEAST_COPY = 64 << 10  # bytes of a step, however short it is
+LEAST_COPY = 64 << 10  # bytes that may be copied beside a step, however short the step is
 
 
 class ExpertTables:
-    """Of each layer the places of the experts, and each place's shifts in the two matrices.
+    """The places of each layer's experts, and each place's shifts in the layer's two matrices.
 
     Kernels read them on `device`; `set_places` and `set_shift` take effect with `publish`.
     """
@@ -61,15 +63,16 @@ class ExpertTables:
         self._host[layer, matrix, place] = shift
 
     def publish(self, layer: int) -> None:
-        """Let what is launched from now on read the layer's tables as they are."""
+        """Let kernels that are launched from now on read the layer's tables as they are now."""
         self._device[layer].copy_(upload(self._host[layer].clone(), self._device.device))
 
 
 class ExpertCopies:
     """Exchanges pairs of experts, of `matrices` whose shifts are in `tables`.
 
-    `spare`, uint8 in HBM, has room for `together` experts: so many pairs may be under way. Copies
-    of a step take up to COPY_SHARE of the seconds of the last one, at `rate` bytes/s.
+    `spare`, uint8 in HBM, has room for `together` experts: so many pairs may be under way. Beside a
+    step are copied as many bytes as the link carries, at `rate` bytes/s, in COPY_SHARE of the time
+    of the step before; at least LEAST_COPY.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class ExpertCopies:
             copied.synchronize()
 
     def exchange(self, layer: int, first: int, second: int) -> Iterator[bool]:
-        """An Exchange (expert_moves.py) of the experts at a remote and a local place of a layer."""
+        """An Exchange (expert_moves.py): `first` is a remote place of a layer, `second` a local."""
         remote, local = (self._homes(layer, place) for place in (first, second))
         cold = self._pieces.pop((layer, second), local)
         hot = self._take([piece.nbytes for piece in cold])
@@ -121,7 +124,7 @@ class ExpertCopies:
         return self._spare.pop() if self._spare else list(self._rooms.pop().split(sizes))
 
     def _homes(self, layer: int, place: int) -> list[torch.Tensor]:
-        """The bytes of a place's matrices, which are in one array each."""
+        """The bytes of the two matrices stacked at a place; each is one array."""
         found = matrices_at(self._use.mixtures[layer], self._matrices, place)
         return [data for matrix in found for data in matrix.arrays]
 
@@ -135,7 +138,7 @@ class ExpertCopies:
     def _copied(
         self, to: Sequence[torch.Tensor], of: Sequence[torch.Tensor], *, away: bool
     ) -> Iterator[bool]:
-        """Copy `of` beside steps; yields `away` before each of these."""
+        """Copy the pieces `of` to the pieces `to` beside steps; yields `away` before each step."""
         for there, here in zip(to, of, strict=True):
             first = 0
             while first < here.nbytes:
@@ -152,7 +155,7 @@ class ExpertCopies:
         self._join()
 
     def _follow(self) -> None:
-        """Let copies wait for the steps so far, the readers of all that tables no longer name."""
+        """Let copies wait for the steps so far, which read pieces that no table names any more."""
         if not self._started:
             self._stream.follow()
         self._started = True

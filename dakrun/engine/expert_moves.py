@@ -1,7 +1,7 @@
 """Experts that change places between steps: those of most use come to the local tier.
 
-Knows counts and places, and in plain torch bytes; expert_copies.py exchanges experts that kernels
-read.
+Knows counts and places. In plain torch it also exchanges the bytes of two experts; where kernels
+read experts, expert_copies.py does.
 """
 
 import math
@@ -22,15 +22,16 @@ WINDOW = 32  # decode steps between two looks at the counts
 SIGNIFICANT = 5.0
 
 # Lets the experts at two places of a layer change places, the first remote and the second local.
-# Advanced once before each step until it ends. Yields whether an expert is away from its place.
+# The iterator is advanced once before each step until it ends. It yields whether an expert is away
+# from its place.
 Exchange = Callable[[int, int, int], Iterator[bool]]
 
 
 class ExpertMoves:
     """Exchanges of experts by the counts of `use`, up to `together` pairs at a time.
 
-    `exchanged` pairs of `nbytes` bytes in all so far. Experts move whose matrices lie in one piece,
-    in one tier. `exchange` moves them, by default in plain torch.
+    So far `exchanged` pairs have changed places, `nbytes` bytes in all. Only experts whose matrices
+    lie in one piece, in one tier, move. `exchange` moves them, by default in plain torch.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class ExpertMoves:
         self.exchanged = self.nbytes = 0
 
     def between_steps(self, *, settle: bool = False) -> None:
-        """Go on with pairs that are due; look for more if a window has passed.
+        """Go on with pairs that are due; look for more if WINDOW decode steps have passed.
 
-        With `settle` every expert is at its place in the next step.
+        With `settle` go on until every expert is at its place.
         """
         self._look()
         while self._due and len(self._moving) < self._together:
@@ -81,7 +82,7 @@ class ExpertMoves:
         self.nbytes += 2 * sum(matrix.nbytes for matrix in moved)
 
     def _look(self) -> None:
-        """Start to read the counts if a window has passed; find pairs once they are here."""
+        """Start to read the counts if WINDOW steps have passed; find pairs once they are read."""
         use = self._use
         if use.steps < self._steps:  # the counts have been cleared
             self._steps, self._looked = 0, None
@@ -120,8 +121,9 @@ class ExpertMoves:
 def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
     """Places to exchange, by `counts` of some steps and the tier of each place, 0 the local one.
 
-    The most chosen of remote experts takes the place of the least chosen of local ones, and so on,
-    while their counts differ by more than chance lets them. None is a place that cannot move.
+    The most chosen remote expert takes the place of the least chosen local one, the second most
+    chosen that of the second least chosen, as long as their counts differ by more than chance. A
+    tier of None marks a place whose expert cannot move.
     """
     local = sorted((n, at) for at, n in enumerate(counts) if tiers[at] == 0)
     remote = sorted(((n, at) for at, n in enumerate(counts) if tiers[at]), reverse=True)
@@ -134,7 +136,7 @@ def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
 
 
 def place_tiers(mixture: Mixture, matrices: Mapping[str, TieredMatrix]) -> list[int | None]:
-    """The number of the tier in which each place has its matrices; None if not in one, or cut."""
+    """The tier's number of the matrices at each place; None if they are cut, or in two tiers."""
     tiers, found = [part.tier for part in matrices[mixture.up.name].parts], list[int | None]()
     for place in range(mixture.router.routing.experts):
         here = matrices_at(mixture, matrices, place)
@@ -146,7 +148,7 @@ def place_tiers(mixture: Mixture, matrices: Mapping[str, TieredMatrix]) -> list[
 def matrices_at(
     mixture: Mixture, matrices: Mapping[str, TieredMatrix], place: int
 ) -> list[MatrixPart]:
-    """The matrices of the expert at a place of a layer, as views, but for those that are cut."""
+    """The matrices of the expert at a place of a layer, as views; without those that are cut."""
     experts = mixture.router.routing.experts
     found = (matrices[one.name].stacked(place, experts) for one in (mixture.up, mixture.down))
     return [matrix for matrix in found if matrix]

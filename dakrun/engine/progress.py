@@ -33,9 +33,9 @@ class EngineStats:
     of each step without prompts. These steps had `step_rows` rows in all, which read
     `kv_bytes_read` KV bytes. A block that rows share counts once in a step.
 
-    `drafts` counts the rows of steps with drafts, by the number of tokens drafted for a row, and
-    `accepted_drafts` the tokens of them that were accepted. `draft_lost_s`
-    are the seconds by which steps took longer for the drafts that were not accepted.
+    `drafts` counts the rows of steps with drafts by the number of drafts of a row;
+    `accepted_drafts` counts the accepted drafts by the same number. `draft_lost_s` are the seconds
+    by which rejected drafts made steps longer.
     """
 
     requests: int = 0
@@ -116,7 +116,7 @@ class RequestState:
     prompt, and the new tokens that it had when it last gave up its slot. The first `cached`
     positions of its slot are computed, or will be by the steps launched so far: the next row begins
     there, or up to `drafted` positions later if these steps' drafts are accepted. `kept` is the
-    mean of the tokens that a step with drafts gives it, 0 while that is unknown. The first `shared`
+    mean number of tokens that a step with drafts gives it, 0 while unknown. The first `shared`
     positions lie in blocks of other requests. `names` has the names of the prompt's full KV blocks.
     The first `spilled` blocks lie outside the slot's tier; such a request has no names.
     `saved` are copies of its KV blocks, from which it goes on after it has given them up. `limit`

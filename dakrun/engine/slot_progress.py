@@ -1,4 +1,4 @@
-"""How far the requests in slots are, as the steps with drafts that have ended say.
+"""How far the requests in slots have come by the ends of steps with drafts.
 
 The host's side of native/accept_drafts.cu: it reads the logs that the GPU writes. Works on all rows
 of a step together. Knows rows and slots, no GPU.
@@ -11,14 +11,14 @@ import numpy as np
 from dakrun.engine.step import Row, Sampling
 from dakrun.kernels.draft_tokens import outcomes
 
-Entries = np.ndarray  # int32 [slots, depth]: of the step that began at position p in p % depth
+Entries = np.ndarray  # int32 [slots, depth]: entry p % depth is of the step that began at p
 
 
 class SlotProgress:
     """The request and the cached positions of each slot, from logs of `tokens` and `outcomes`.
 
-    A token that is chosen behind position p is entry p % depth of `tokens`, the Outcome of a row
-    that began there that of `outcomes`.
+    Entry p % depth of `tokens` is the token that was chosen behind position p; that of `outcomes`
+    is the Outcome of the row that began at p.
     """
 
     def __init__(self, tokens: Entries, outcomes: Entries) -> None:
@@ -33,7 +33,7 @@ class SlotProgress:
         self.cached[row.slot], self._ends[row.slot] = cached, end_of(row)
 
     def take(self, rows: Sequence[Row]) -> tuple[list[list[int]], list[int], list[int]]:
-        """Of decode `rows` in a step: their accepted tokens, numbers of drafts, and matches.
+        """The accepted tokens, numbers of drafts, and lengths of matches of a step's decode `rows`.
 
         A row has no tokens if its request was at its end, or if its slot is another request's now.
         """

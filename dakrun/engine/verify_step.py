@@ -1,9 +1,9 @@
 """Steps of a GPU whose rows carry drafts: what is launched, and what the host knows of them.
 
-A step computes `width` tokens of a row: its newest one and its drafts. A kernel finds these in the
-row's own text, or takes those that the host has proposed from the answers of the run so far.
-Kernels accept them too, so steps run ahead of the CPU. Steps without drafts keep the same books.
-Knows rows and slots, neither graphs nor requests.
+A step computes `width` tokens of a row: its newest one and its drafts. A kernel finds drafts in the
+row's own text, or takes drafts that the host has proposed from the answers of the run so far.
+Kernels also accept drafts, so steps run ahead of the CPU. Steps without drafts keep the same texts
+and lengths up to date on the GPU. Knows rows and slots, neither graphs nor requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class VerifyStep:
         buckets: Sequence[Bucket],
         most: int,
     ) -> None:
-        """`buckets` are those of steps; the ones in self.buckets are small enough for drafts."""
+        """`buckets` are those of all steps; self.buckets has those small enough for drafts."""
         config, device = step.backend.model.config, step.backend.like.device
         group = config.num_heads // config.num_kv_heads
         self.width = 1 + min(most, WARPGROUPS * part_queries(group) - 1)
@@ -85,14 +85,15 @@ class VerifyStep:
         accept_drafts(chosen, positions, self._first(n), self._texts, drafts)
 
     def keep(self, n: int) -> None:
-        """Keep the books of a step of the first n rows that had no drafts."""
+        """Update texts and lengths after a step of the first n rows that had no drafts."""
         rows = tokens, lengths, _ = self._first(n)
         accept_drafts(tokens, lengths, rows, self._texts)
 
     def begin(self, rows: Sequence[Row], *, chosen: bool) -> None:
-        """Take the texts of requests up to the ends of `rows`, whose tokens are all known.
+        """Copy the texts of the requests of `rows` to the GPU, up to the ends of the rows.
 
-        Where a step has `chosen` the token behind, it is the newest; else the row's last token is.
+        The host knows these tokens. If a step has `chosen` the token behind them, that token is the
+        newest; else the row's last token is.
         """
         if not rows:
             return
@@ -115,10 +116,10 @@ class VerifyStep:
             self._know(row, row.last)
 
     def limit(self, rows: Sequence[Row], forced: Mapping[int, Forced]) -> None:
-        """Say how far the requests of decode `rows` may go with drafts, where this has changed.
+        """Tell the GPU how far the requests of decode `rows` may go with drafts, if that changed.
 
-        And what may follow their texts, as far as the host has found it out: tokens that grammars
-        have `forced`, by slot, or those of other answers.
+        Also send it the host's drafts: tokens that grammars have `forced`, by slot, or tokens from
+        other answers.
         """
         changed = dict[int, SlotDrafts]()
         for row in rows:
@@ -159,7 +160,7 @@ class VerifyStep:
         return np.concatenate((others, made))
 
     def place(self, n: int) -> None:
-        """Let the first n rows go on where their slots are, which only the device may know."""
+        """Set the first n rows' lengths to their slots', which only the device may know yet."""
         lengths, slots = self._step.lengths[:n], self._step.slots[:n].long()
         cached, ends = self._texts.cached[slots], self._texts.limits[slots, 0]
         lengths.copy_(cached.where((lengths >= 0) & (cached < ends), IDLE))
@@ -182,7 +183,7 @@ class VerifyStep:
         return Accepted(found, drafted=drafted)
 
     def _know(self, row: Row, cached: int) -> None:
-        """The request of `row` has its slot, with `cached` positions; all before is known."""
+        """Note that the row's request has the slot, `cached` positions in it; tokens are known."""
         self._progress.begin(row, cached)
         self.lengths.begin(row.slot)
         self._index.begin(row.slot, row.sampling.history.last(LONGEST_MATCH))

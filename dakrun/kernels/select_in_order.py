@@ -1,4 +1,4 @@
-"""Tokens of a step with drafts whose choice follows from those before; wraps select_in_order.cu."""
+"""Tokens of a step with drafts that depend on the token before; wraps select_in_order.cu."""
 
 import ctypes
 
@@ -30,11 +30,12 @@ def select_in_order(
     *,
     width: int,
 ) -> None:
-    """Choose tokens [N] after logits [N, V] as select_token does, of slots that it leaves out.
+    """Choose tokens [N] from logits [N, V], of the slots that select_token leaves to this kernel.
 
-    Each `width` rows are of one slot: their logits follow `drafts`, int32 [N], its newest token and
-    tokens that may come next. Slots with a TokenMask or adjustments get a token after each of
-    these up to the first draft that was not chosen; rows behind it are left as they are. The other
+    These are slots with a TokenMask or adjustments. Each `width` consecutive rows are of one slot.
+    Row i has the logits behind drafts[i], int32 [N]: the slot's newest token in the first row,
+    drafts in the others. A slot gets a token in each row, up to the row before the first draft
+    that differs from the token chosen before it; later rows are left as they are. The other
     operands are those of select_token.
     Raises ValueError if an operand has the wrong shape, dtype or device.
     """

@@ -266,9 +266,10 @@ def replace_linears(
     >>> replace_linears(model, ratio=0.5)
     {'0': SplitKGEMM(in_features=16, out_features=32, bias=True, ratio=0.5, remote=host)}
 
-    With a `plan` (dakrun.plan.make_plan) of a model of transformers, each Linear has the ratio of
-    its op and layer, and the plan's remote tier and profile. Linears that the plan does not place,
-    such as routers, are kept. Remote parts are read in place even where the plan stages them.
+    With a `plan` (dakrun.plan.make_plan) for a model of transformers, each Linear has the ratio of
+    its op and layer in the plan, and the plan's remote tier and profile. Linears that the plan does
+    not place, such as routers, are kept. Remote parts are read in place even where the plan stages
+    them.
 
     Returns the new modules by name. Modules are replaced one at a time, each freeing its old
     weight. A new module has its Linear's `training` and further attributes.

@@ -1,6 +1,6 @@
-"""The ratios of a plan for the modules of a torch model: what replace_linears does with a plan.
+"""The ratios of a plan for the modules of a model of transformers, for replace_linears(plan=).
 
-Knows the names of checkpoints' tensors, which models of transformers have for their modules.
+Finds modules by name: transformers names a module as checkpoints name its tensors.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from dakrun.plan import Plan
 def planned_options(model: nn.Module, plan: Plan) -> dict[str, dict[str, Any]]:
     """Options of SplitKGEMM for each Linear of `model` that `plan` places, by its name in `model`.
 
-    A matrix of the plan may stack several modules, such as q_proj, k_proj and v_proj. All of them
-    have the ratio of its layer. Raises ValueError if the plan has several remote tiers, or if it is
-    of another model: a module is missing, or has another shape.
+    A matrix of the plan may stack several modules, such as q_proj, k_proj and v_proj: they have the
+    matrix's ratio in their layer. Raises ValueError if the plan has several remote tiers, or is of
+    another model, where a module is missing or has another shape.
     """
     if len(plan.tiers) > 2:
         raise ValueError(
@@ -48,9 +48,9 @@ def planned_options(model: nn.Module, plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _planned(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Name, shape and offload ratio of each Linear of the plan's model, but of a tied lm_head.
+    """Name, shape and offload ratio of each Linear of the plan's model.
 
-    That shares the weight of the embeddings.
+    A tied lm_head is left out, since it shares the weight of the embeddings.
     """
     for op, matrices in decoder_of(plan.model).ops.items():
         tied = op == "lm_head" and plan.model.tied_embeddings

@@ -2,8 +2,9 @@
 
 An op reads C bytes in a step, a ratio x of them from the remote tier; B_g and B_h are the rates of
 HBM and of the remote tier. Its time T(x) = max(floor, C (1 - x) / B_g, C x / B_h) falls up to
-x = a, is flat up to x = b, then rises. What it takes in prompt passes is convex, too, and added.
-The sum is convex, so filling the cheapest segments of all ops first is optimal.
+x = a, is flat up to x = b, then rises. Its time in the prompt passes that a step carries is convex,
+too, and is added to T(x). The sums are convex, so filling the cheapest segments of all ops first is
+optimal.
 """
 
 import functools
@@ -24,11 +25,11 @@ class Curve:
     the least time in seconds of any placement. `staged` bytes are first copied into the local
     tier and add to its traffic: T(x) = max(floor, C (1 + x) / B_g, C x / B_h). With `beyond`, a
     rate, bytes past b arrive at that rate instead: T(x) = T(b) + C (x - b) / beyond.
-    `classes` are shares of C that equal parts of the resident bytes have, in the order in which
-    they go to the remote tier, never falling: C (1 - s(x)) and C s(x) bytes are then read of the
-    tiers, s being the sum of the first parts up to x. They go with neither `staged` nor `beyond`.
-    `prompts` are lines, as seconds at x = 0 and at x = 1, of which the op takes the longest in the
-    prompt passes that a decode step carries.
+    `classes` divide the resident bytes into equal parts, in the order in which these go to the
+    remote tier; each number is the share of C that is read of a part, never falling. Then
+    C (1 - s(x)) and C s(x) bytes are read of the tiers, s(x) being the sum of the shares up to x.
+    Classes go with neither `staged` nor `beyond`. `prompts` are lines, given as seconds at x = 0
+    and at x = 1: in the prompt passes of a decode step the op takes the longest of them.
     """
 
     resident: float
@@ -156,7 +157,7 @@ def envelope(lines: Sequence[tuple[float, float]]) -> Segments:
 
 
 def added(first: Segments, second: Segments) -> Segments:
-    """Segments of the sum of two times; an empty list is of no time."""
+    """Segments of the sum of two times; an empty `second` is a time of 0."""
     if not second:
         return first
     segments: Segments = []

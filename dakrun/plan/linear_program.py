@@ -22,8 +22,9 @@ class OpLines:
     """One op (all its layers): its `resident` bytes and the lower bounds of its time.
 
     Tier 0 is the local one. `lines` are in seconds per ratio of the bytes read, as in Links.lines.
-    `classes` are the shares of these that equal parts of the resident bytes have. `prompts` are the
-    op's times in prompt passes, which read all classes alike.
+    `classes` divide the resident bytes into equal parts; each number is the share of the bytes read
+    that is read of a part. `prompts` are the op's times in prompt passes, which read all classes
+    alike.
     """
 
     resident: float
@@ -60,8 +61,8 @@ def best_ratios(
     total = sum(op.resident for op in ops)
     if total == 0 or min(capacities) < 0:
         return None
-    # The columns: ratios; times of each op above its floor, in steps and in passes, in units in
-    # which they are about 1; time of passes above the least, if they may wait for copies.
+    # The columns: ratios; times of each op above its floor, in steps and in passes, scaled to about
+    # 1; and, if passes may wait for copies, the time of passes above its least value.
     copies = sorted({name for op in ops for name in op.prompts.copies})
     step = range(blocks * tiers, blocks * tiers + len(ops))
     work = range(step.stop, step.stop + len(ops))

@@ -46,7 +46,8 @@ def ideal_ratios(
     uniform = problem.strategy == "uniform"
     required, limit = max(0.0, resident - caps[0]), max(0.0, sum(caps[1:]))
     passes = problem.prompts
-    # Ratios that are best where passes wait for one thing are best of all if passes wait for it.
+    # Try each thing that passes may wait for. The ratios that are best if passes wait for it alone
+    # are the best of all if, at these ratios, passes do wait for it (README.md proves it).
     for limiting, by_op in problem.curves_by_limit.items() if len(caps) == 2 else ():
         curves = [by_op[op.name] for op in ops]
         best = best_uniform_total(curves) if uniform else best_total(curves)
@@ -87,9 +88,8 @@ def whole_ratios(problem: Problem) -> list[tuple[float, ...]]:
 def slot_candidates(problem: Problem) -> list[Counts]:
     """Candidate numbers of KV slots, or of their parts, in each remote tier.
 
-    They are the ideal ones rounded down and up.
-    None is a candidate too, if the problem has `free_slots` and no fixed offload ratio. A fixed KV
-    ratio gives the total.
+    They are the ideal numbers, rounded down and up, and 0 if the problem has `free_slots` and no
+    fixed offload ratio. A fixed KV ratio gives the total.
     """
     n, policy = problem.attention.units, problem.policy
     fixed = policy.kv_offload_ratio
@@ -151,7 +151,7 @@ def place(problem: Problem, slots: Counts) -> Placement:
     goal = RemoteGoal(*room, wanted)
 
     def time(op: Op, units: int) -> float:
-        """Bound in seconds of one layer of `op` with `units` remote ones, work of prompts added."""
+        """Bound in seconds of a layer of `op` with `units` remote units, and its prompts' work."""
         read = problem.tier_bytes(op, units, by_name[op.name])
         seconds, work = problem.costs.bound(op, read, "direct"), problem.prompts.times[op.name].work
         if len(work) > 1:

@@ -15,7 +15,7 @@ from dakrun.plan.roofline import STAGED_TOGETHER, Regime
 # Share of the bytes of experts that a pass reads, at least, if all remote ones are to be staged:
 # direct reading of host memory reaches so much of the copy engine's rate (51 of 55 GB/s).
 STAGED_EXPERTS = 0.9
-SPARE_BYTES, MOST_SPARE = 64 << 20, 8  # of experts that change places: beyond the first
+SPARE_BYTES, MOST_SPARE = 64 << 20, 8  # room in HBM for experts that move: one, or more up to these
 RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
 
 
@@ -39,7 +39,7 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: "PrefillPlan") -> int:
 
 
 def spare_experts(nbytes: int) -> int:
-    """Experts of `nbytes` each for which HBM has room besides: so many change places at a time."""
+    """Further experts of `nbytes` each that HBM has room for: so many move there at a time."""
     return max(1, min(MOST_SPARE, SPARE_BYTES // nbytes)) if nbytes else 0
 
 
@@ -76,9 +76,9 @@ class PrefillPlan:
     transport: Transport = "direct"
 
     def stages(self, one: Op) -> bool:
-        """Whether remote bytes of `one`, of a pass's tokens, are read after a copy of all of them.
+        """Whether all remote bytes of `one`, with the rows of a pass, are copied ahead of its read.
 
-        That is so for matrices if passes are staged, for experts if nearly all of them are read.
+        In staged passes, matrices are copied, and experts if nearly all of them are read.
         """
         if self.transport == "direct":
             return False

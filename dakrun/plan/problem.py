@@ -27,9 +27,9 @@ class Problem:
     """The ops to place and the room for them; sizes are in bytes, times in seconds.
 
     `strategy` and `transport` are the policy's, or one of the choices that it leaves open.
-    `staging` bytes of the local tier are reserved for staging buffers, and the activations of
-    passes of `prefill`. `carries_prompts` if the prompts of a step count. Raises CannotRun if the
-    budgets are too small.
+    `staging` bytes of the local tier are reserved for staging buffers, and further ones for the
+    activations of the passes of `prefill`. `carries_prompts` says whether the prompt passes that a
+    step carries count. Raises CannotRun if the budgets are too small.
     """
 
     costs: StepCosts
@@ -175,12 +175,12 @@ class Problem:
         return self.prompts_in(self.passes(free, staged=staged or free > 0))
 
     def prompts_in(self, passes: PrefillPlan) -> PromptPasses:
-        """The passes that a decode step carries, if they are `passes`."""
+        """The prompt passes that a decode step carries, cut and staged as `passes` says."""
         return _prompt_passes(self.costs, passes, self.carries_prompts)
 
     @functools.cached_property
     def curves_by_limit(self) -> dict[str, dict[str, Curve]]:
-        """`curves` with prompt passes that wait for one thing alone, by its name."""
+        """`curves` with prompt passes that wait for one limit alone, by the limit's name."""
         return {limit: self._with_prompts(limit) for limit in self.prompts.limits}
 
     def _with_prompts(self, limit: str) -> dict[str, Curve]:

@@ -1,7 +1,7 @@
-"""A prompt pass, op by op: its seconds by an op's ratio in every tier, as a decode step carries it.
+"""The prompt passes that a decode step carries: the seconds of each op by its ratios.
 
-Ratios and placements are compared by it. prefill.py has the passes of a finished plan. Knows no
-budgets.
+An op's ratios are the shares of its bytes in every tier. The planner compares ratios and placements
+by these seconds. prefill.py has the passes of a finished plan. Knows no budgets.
 """
 
 import functools
@@ -29,7 +29,7 @@ from dakrun.units import ceil_div
 
 PREFILL_LAUNCH_ROWS = TILED_MAX_ROWS  # tokens that one launch of the tiled GEMM multiplies
 MATRICES = ("linear", "experts")  # categories of ops
-WORK = "work"  # of the SMs; else what a pass waits for is a link and a direction of copies
+WORK = "work"  # of the SMs. A pass waits for it, or for copies, named by link and direction
 
 
 def matrix_lines(
@@ -37,8 +37,8 @@ def matrix_lines(
 ) -> tuple[list[Line], dict[str, Line]]:
     """Lower bounds of a layer of `one` in seconds: of the SMs' work, and of copies by link.
 
-    Its arithmetic takes `compute` seconds. It is read in place `reads` times, or `staged`: of
-    experts all of them.
+    The layer's arithmetic takes `compute` seconds. Its matrices are read in place `reads` times, or
+    are `staged`: then all experts are copied, also those that no token chose.
     """
     read = one.resident_bytes if staged else reads * one.read_bytes
     lines = links.lines(read, compute, staged=staged)
@@ -66,8 +66,8 @@ def attention_part(
 ) -> tuple[Op, float, float]:
     """Causal attention of a prompt's tokens at the positions `span`, in one layer.
 
-    Returns the op of its launch, the seconds of its work at full rates, and those of the copy that
-    writes new keys and values to the slot's `tier`. Earlier ones are read there in place.
+    Returns the op of the launch, the seconds of its work at full rates, and the seconds of the copy
+    that writes new keys and values to the slot's `tier`. Earlier keys and values are read in place.
     """
     position, start, length = model.kv_layout.position_bytes, span.start, len(span)
     pairs = length * start + length * (length + 1) / 2
@@ -79,9 +79,9 @@ def attention_part(
 
 
 def rows_seconds(model: ModelConfig, links: Links, rows: int) -> float:
-    """Seconds in which a pass of `rows` rows reads and writes them in HBM, besides in products.
+    """Seconds in which a pass reads and writes its `rows` rows in HBM, but for its products.
 
-    They are two norms, attention's inputs and outputs, and the cache's new keys and values.
+    The bytes are those of two norms, attention's inputs and outputs, and new keys and values.
     """
     width = 4 * model.hidden_size + 4 * model.q_size + 6 * model.kv_size
     return DTYPE_BYTES[model.dtype] * rows * width * model.num_layers / links.direct[LOCAL]
@@ -98,7 +98,7 @@ class PassTimes:
     copies: Mapping[str, Line]
 
     def by(self, limit: str) -> tuple[Line, ...]:
-        """The lines of what a pass waits for: WORK, or copies."""
+        """The lines of `limit`, what a pass waits for: WORK, or the copies of that name."""
         return self.work if limit == WORK else (self.copies.get(limit, (0.0, {})),)
 
     def add(self, ratios: Sequence[float], seconds: dict[str, float]) -> None:
@@ -112,7 +112,7 @@ class PassTimes:
 
 
 def passes_of(workload: Workload, chunk_tokens: int) -> int:
-    """Passes of up to `chunk_tokens` tokens for a batch's prompts, but for what they share."""
+    """Passes of up to `chunk_tokens` tokens for a batch's prompts without shared prefixes."""
     tokens = workload.batch_size * (workload.prompt_len - workload.shared_len)
     return ceil_div(tokens, chunk_tokens)
 
@@ -120,11 +120,11 @@ def passes_of(workload: Workload, chunk_tokens: int) -> int:
 class PromptPasses:
     """The prompt passes that a decode step carries: seconds of each op in them, by its ratios.
 
-    A step carries the prompts of so many `batches`: of one in `new_tokens` steps. A batch goes
-    through as few passes of `prefill` as possible, all with as many tokens. Tokens of prefixes that
-    are computed already are not computed again. `times` are by op: bounds, with arithmetic at the
-    kernels' efficiency. Besides, rows in HBM take `rest_s` of work. Left out are launches, since no
-    ratio changes them, and copies over links that never take longer than the least work.
+    A step carries `batches` batches of prompts: 1 / new_tokens, or 0. A batch takes as few
+    passes of `prefill` as possible, all with as many tokens. Prefixes that are computed already are
+    left out. `times`, by op, are bounds, with arithmetic at the kernels' efficiency. Reading and
+    writing rows in HBM takes `rest_s` of work besides. Launches are left out, since no ratio
+    changes them; so are copies over a link that always take less time than the least work.
     """
 
     def __init__(self, costs: StepCosts, prefill: PrefillPlan, *, batches: float) -> None:
@@ -154,7 +154,7 @@ class PromptPasses:
         self._leave_out_short_copies()
 
     def _leave_out_short_copies(self) -> None:
-        """Leave out copies over links that never take longer than the least work."""
+        """Leave out copies over a link that always take less time than the least work."""
         longest: dict[str, float] = {}
         for times in self.times.values():
             for name, (_, by_tier) in times.copies.items():
@@ -200,7 +200,7 @@ def _scaled(line: Line, by: float) -> Line:
 
 
 def _needed(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """`lines` without those that are never above the highest constant of one without ratios."""
+    """`lines` without those that never exceed the highest of the constant ones, at any ratio."""
     floor = max((constant for constant, by_tier in lines if not by_tier), default=0.0)
     above = [line for line in lines if line[1] and line[0] + max(line[1].values()) > floor]
     return ((floor, {}), *above)

@@ -1,7 +1,7 @@
 """The time of decode steps of fewer rows than a plan's batch, and of several tokens a row.
 
-A step that verifies drafts computes 1 + k tokens of each row, and the first of them that were
-foreseen are kept. Takes the placement of a plan as given. Knows neither texts nor the engine.
+A step that verifies k drafts of a row computes 1 + k tokens, and keeps those up to the first that
+its draft did not foresee. The placement is a plan's. Knows neither texts nor the engine.
 """
 
 import functools
@@ -38,7 +38,7 @@ class StepTimes:
 
     @functools.cache  # noqa: B019
     def products(self, tokens: int) -> float:
-        """All ops but attention of a step of `tokens` tokens, which choose experts together."""
+        """Seconds of all ops but attention, in a step of `tokens` tokens of all its rows."""
         plan = self._plan
         workload = replace(plan.workload, batch_size=tokens)
         costs = StepCosts(plan.model, workload, plan.profile, plan.tiers[1:])
@@ -49,7 +49,7 @@ class StepTimes:
         )
 
     def _attend(self, rows: int, tokens: int) -> float:
-        """Attention of `rows` rows, which reads keys and values once for all tokens of a row.
+        """Seconds of attention of `rows` rows; a row's keys and values are read once.
 
         With several tokens the kernel multiplies whole parts of queries of a KV head.
         """
@@ -70,8 +70,8 @@ class StepTimes:
 def tokens_kept(acceptance: float, drafts: int) -> float:
     """Tokens that a step with `drafts` drafts of a row is expected to give the row.
 
-    A draft behind right ones is right with the chance `acceptance`, so they are the sum of its
-    powers (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    `acceptance` is the chance that a draft is right if all drafts before it are. So the number is
+    the sum of the powers of `acceptance` (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
     """
     return sum(acceptance**i for i in range(drafts + 1))
 
@@ -87,16 +87,16 @@ class DraftForecast:
 
     @property
     def break_even(self) -> float:
-        """Tokens of a row and step from which on drafts save time."""
+        """Drafts save time if a step gives a row more tokens than this."""
         return self.step_s / self.plain_s
 
     def token_s(self, acceptance: float) -> float:
-        """Seconds of a step for each token of a row that it keeps."""
+        """Seconds of a step over the tokens that it is expected to give a row."""
         return self.step_s / tokens_kept(acceptance, self.drafts)
 
 
 def draft_forecasts(plan: Plan, drafts: int) -> Iterator[DraftForecast]:
-    """Steps with `drafts` drafts a row, of 1, 2, 4, ... rows up to the most; none if it is 0."""
+    """Steps of 1, 2, 4, ... rows with `drafts` drafts each, up to the most rows; none for 0."""
     if not drafts:
         return
     most, times = min(plan.workload.batch_size, VERIFIED_TOKENS // (1 + drafts)), StepTimes(plan)

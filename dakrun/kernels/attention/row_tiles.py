@@ -1,7 +1,8 @@
 """Prompt attention from the rows of a step, each with the newest tokens of a slot.
 
-It is decode attention where a KV head has more than MAX_GROUP_HEADS query heads: these are the rows
-of its tiles, up to 64. Wraps native/row_tiles.cu. Knows rows and slots, no models.
+Steps with drafts use it, and decode steps where a KV head has more than MAX_GROUP_HEADS query
+heads, up to 64: the heads are then the rows of a tile. Wraps native/row_tiles.cu. Knows rows and
+slots, no models.
 """
 
 import ctypes
@@ -39,9 +40,10 @@ class RowTiles:
     """Room for the work of prompt attention of up to `rows` rows, of `width` tokens each.
 
     `places`, int64 [rows * width, 3], says where store_kv() stores their keys and values. `tiles`,
-    int32 [n, 12], are written on the device, so that a graph's launches may do other work. A row
-    has as many tiles as it may have ranges of KV blocks. With `alike` these are as many in any
-    step, so that no bit of a row depends on the number of rows.
+    int32 [n, 12], are written on the device, so that each replay of a graph may do other work. A
+    row has a tile for each of the ranges (splits) that its KV blocks may be divided into. With
+    `alike` the most ranges are the same in every step, so that no bit of a row depends on the
+    number of rows.
     """
 
     def __init__(
@@ -73,9 +75,9 @@ class RowTiles:
         self._counts = torch.tensor(tiles, dtype=torch.int32, device=device)
 
     def splits(self, rows: int) -> int:
-        """Ranges of KV blocks of a row, at most, in a step of so many rows.
+        """The most ranges of KV blocks of a row, in a step of `rows` rows.
 
-        Few rows are divided so that all SMs attend.
+        The KV blocks of few rows are divided so that all SMs attend.
         """
         items = SPLIT_ITEMS // ((self._alike or rows) * self.shape.kv_heads)
         return max(1, min(items, self.shape.blocks // SPLIT_BLOCKS))

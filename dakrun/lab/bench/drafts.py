@@ -1,6 +1,7 @@
-"""Steps with drafts, and the time of a token by acceptance: `dakrun bench --model --speculate`.
+"""Steps with drafts, and the time of a token by acceptance: `dakrun bench --model --speculate N`.
 
-Measured after the steps without drafts, with the same weights. Knows neither tables nor ceilings.
+Acceptance is the chance that a draft is right if all drafts before it are. Steps with drafts are
+measured after the steps without, with the same weights. Knows neither tables nor ceilings.
 """
 
 import statistics
@@ -11,17 +12,17 @@ from dakrun.engine import EngineStats
 from dakrun.llm import LLM
 from dakrun.plan import ACCEPTANCES, VERIFIED_TOKENS, tokens_kept
 
-ROUNDS, STEPS = 3, 12  # fewer steps of a round than pass before useless drafts pause
+ROUNDS, STEPS = 3, 12  # a round has fewer steps than those after which useless drafts pause
 FIGURES = ("draft_step_s", *(f"token_at_{rate:.0%}_s".replace("%", "") for rate in ACCEPTANCES))
 
 
 def draft_figures(
     llm: LLM, drafts: int, rows: int, new_tokens: int, batch: Callable[[], None]
 ) -> dict[str, float]:
-    """FIGURES of steps of `rows` rows with `drafts` drafts each; none if a step has no room.
+    """FIGURES of steps of `rows` rows with `drafts` drafts each; none if they are too many tokens.
 
-    `batch` completes as many requests of `new_tokens` tokens each. Steps count until a row may be
-    at its end.
+    `batch` completes `rows` requests of `new_tokens` tokens each. Only steps in which no row can
+    have ended count.
     """
     if rows * (1 + drafts) > VERIFIED_TOKENS:
         return {}
