@@ -1,6 +1,6 @@
 """Popularity: how often tokens chose each expert of each layer, counted or assumed.
 
-Knows no files: dakrun/models/counts.py reads and keeps counts. plan/README.md derives the formulas.
+Knows no files: models/popularity.py reads and keeps counts. plan/README.md derives the formulas.
 """
 
 import functools

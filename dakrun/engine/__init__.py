@@ -11,11 +11,13 @@ progress.py has the state of a request, kv_cache.py the KV blocks of all slots a
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
 
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
-computes it: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.py, prefill.py,
-cached_attention.py, kernel_backend.py, staging.py), reference_runner.py in plain torch
-(reference_backend.py).
-expert_use.py counts the experts that are chosen, by which expert_moves.py lets them change places,
-on the kernels with the copies of expert_copies.py.
+computes a step: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.py with
+slot_progress.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
+reference_runner.py in plain torch (reference_backend.py).
+
+expert_use.py counts the experts that tokens choose. By these counts expert_moves.py lets experts
+change places; on the GPU's kernels expert_copies.py copies them.
+
 sampler.py chooses tokens in torch, from logits that adjustments.py changes as a request asks;
 logprobs.py has their log-probabilities. mask_writer.py writes which tokens the form of an answer
 allows for the GPU's steps. machine_planner.py plans for this machine's free memory, build.py makes

@@ -1,7 +1,7 @@
 """The measuring commands: bench/, probe/ (`dakrun profile`) and evaluate/, and their common parts.
 
 samples.py: medians and spreads. chain.py: times of CUDA graphs. memory.py: buffers in tiers, and
-their bandwidths, of which ceilings.py makes ceilings. cases.py: launches of kernels as cases, which
-chains.py measures. output.py: tables, CSV and JSON. panel.py: axes with series, which png.py draws.
-rivals/: decode steps of other programs. Importing this folder imports no torch.
+the bandwidths of reading them, the ceilings of ceilings.py. cases.py: launches of kernels as cases,
+which chains.py measures. output.py: tables, CSV and JSON. panel.py: axes with series, which png.py
+draws. rivals/: decode steps of other programs. Importing this folder imports no torch.
 """

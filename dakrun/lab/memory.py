@@ -1,4 +1,4 @@
-"""Memory for measuring: allocated in tiers, filled with random data, and its ceilings measured.
+"""Memory for measuring: buffers in tiers, random data in them, and the bandwidths of reading them.
 
 Knows tiers and bytes, not the kernels under test.
 """

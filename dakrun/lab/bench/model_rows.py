@@ -29,8 +29,8 @@ Row = Mapping[str, Any]
 # model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
 # `limit_s` follows from the ceilings, `bound_s` and `predicted_s` from the profile. `rival_s` is
 # the step of another program with `rival_ratio` of its weight bytes in host memory, `rival_best_s`
-# that with everything in HBM; the speedups are relative to them. `problem` is the reason why
-# nothing was measured.
+# its step with everything in HBM; `speedup` is over the first, `best_speedup` over the second.
+# `problem` is the reason why nothing was measured.
 FIGURES = (
     *("transports", "ratio", "steps", "step_s", "spread", "tokens_per_s", "eb_bytes_per_s"),
     *("eb_total_bytes_per_s", "eb_total_over_ceiling", "limit_s", "limit_over_time", "bound_s"),
@@ -51,9 +51,9 @@ def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
 
 
 def limit_s(plan: Plan, links: Links, expert_reads: Reads | None = None) -> float:
-    """Lower bound in seconds of a decode step of `plan`, from the bytes it reads alone.
+    """Lower bound in seconds of a decode step of `plan`, from the bytes that it reads alone.
 
-    Those of experts are what `expert_reads` says, or else those that the plan expects.
+    The bytes of experts are those of `expert_reads`, or else those that the plan expects.
 
     Ops run one after the other; each takes as long as the slowest tier that it reads, and reads
     staged bytes from the local tier. Copies may run ahead of their ops, so a link's time is

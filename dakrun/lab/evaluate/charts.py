@@ -32,8 +32,9 @@ class Entry:
 class Quantity:
     """What is drawn of a result: `value` on an axis called `axis`, with further `lines`.
 
-    `title` is added to the chart's. With `only`, the picture has that series alone, with `until`
-    the places up to there; with `needed` it is left out unless that is true of a result.
+    `title` is added to the chart's. With `only`, the picture has only the series of that name, with
+    `until` only values of x up to it. With `needed`, the picture is left out unless `needed` is
+    true of a result.
     """
 
     axis: str

@@ -1,7 +1,7 @@
 """`dakrun profile`: measures this machine for the planner.
 
-run.py goes from options to a saved profile. gpu.py measures a GPU with the sweeps of sweeps.py and
-the costs of gemm_costs.py and attention_costs.py, which congestion.py fits, as thoroughly as
-effort.py says; cpu.py measures a CPU. table.py and plot.py show a profile. Importing this folder
+run.py goes from options to a saved profile. gpu.py measures a GPU: with the sweeps of sweeps.py and
+the costs of gemm_costs.py and attention_costs.py, as thoroughly as effort.py says. congestion.py
+makes a profile's figures of these. cpu.py measures a CPU. table.py and plot.py show a profile. Importing this folder
 imports no torch.
 """

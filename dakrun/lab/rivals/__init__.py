@@ -1,5 +1,6 @@
 """Decode steps of other programs, of the same architecture with random weights.
 
-steps.py measures them all. architecture.py makes transformers' model of one of dakrun's; layers of
-it in host memory are prefetch.py's, experts on_demand.py's, and vllm.py has a process of its own.
+steps.py measures all of them. architecture.py makes the model of transformers that is like one of
+dakrun's. prefetch.py keeps some of its layers in host memory, on_demand.py some of its experts.
+vllm.py runs vLLM in a process of its own.
 """

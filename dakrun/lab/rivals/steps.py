@@ -1,6 +1,6 @@
 """The time of another program's decode step, with the same architecture and random weights.
 
-Of transformers the cache is static and in HBM. Knows no plans.
+Models of transformers have a static KV cache in HBM. Knows no plans.
 """
 
 import math
@@ -38,10 +38,10 @@ def rival_step(
 ) -> RivalStep:  # fmt: skip
     """The median of as many decode steps on `device` as `new_tokens` allow.
 
-    What `ratio` of the weight bytes needs is in host memory: "prefetch" has as many whole layers
-    there and copies them ahead of use, "on-demand" experts, "accelerate" the last layers, copied
-    when they are used; "vllm" has its own way, and "transformers" has all in HBM. Steps are CUDA
-    graphs unless they wait for the CPU, as on demand and with accelerate. Raises CannotRun if the
+    `ratio` of the weight bytes is in host memory. "prefetch" has whole layers there and copies them
+    ahead of use; "on-demand" has experts there, "accelerate" the last layers, and both copy at use;
+    "vllm" offloads in its own way; "transformers" has all weights in HBM. Steps are CUDA graphs,
+    but for "on-demand" and "accelerate", which wait for the CPU. Raises CannotRun if the
     program has no such model or host memory is short, and torch.OutOfMemoryError if the model
     does not fit the GPU.
     """

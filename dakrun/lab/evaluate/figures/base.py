@@ -20,10 +20,10 @@ SAME = 0.005  # factors closer to 1 than this are equal
 
 
 class Figure(ABC):
-    """A figure of the paper: what it measures, and what is said of the results.
+    """A figure of the paper: its measurements, and sentences on their results.
 
-    `paper` is what the paper shows, `claimed` its claim up to this machine's figures, which `here`
-    gives.
+    `paper` says what the paper shows. `claimed` is the paper's claim, as a beginning of a sentence
+    that `here` ends with this machine's figures.
     """
 
     name: ClassVar[str]
