@@ -3,8 +3,8 @@
 // and values, tiles of queries. A *place* below is a position in the row's text.
 //
 //   for each row, one CTA:
-//     each thread: of some places, the longest match of the text's end with the text before the place
-//     reduce over the CTA: the longest match, of equals the last place
+//     each thread: for some places, the longest match of the text's end with the text before it
+//     reduce over the CTA: the longest match; of equal ones, the last place
 //     drafts = the tokens from that place on, or the host's if their match is longer; as many as the
 //              match, the slot and its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
@@ -51,8 +51,8 @@ __device__ __forceinline__ int match_length(const int* text, const int* end, int
   return length;
 }
 
-// The tokens that a slot's proposal has behind position `start`. Null if the text has got other tokens
-// since, or is past the proposal's end.
+// The tokens that a slot's proposal has behind position `start`. Null if the text has got other
+// tokens since, or is past the proposal's end.
 __device__ __forceinline__ const int* proposed(const int* proposal, int size, const int* text,
                                                int start) {
   const int passed = start - proposal[0];

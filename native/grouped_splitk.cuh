@@ -41,7 +41,7 @@ struct GroupedTier {
 
 struct GroupedSplitKArgs {
   const uint64_t* addresses;  // [tier_count], in global memory: where each tier's row blocks lie
-  const int64_t* shifts;      // [experts]: bytes from each one's place to where it is; or null
+  const int64_t* shifts;      // [experts]: bytes from each place to its expert; null: 0
   const int* ends;            // [experts]: pairs of the experts up to each
   int tier_count, experts;
   int expert_row_blocks;  // of the matrix [m, k] of an expert

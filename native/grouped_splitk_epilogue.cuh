@@ -75,7 +75,7 @@ struct Outputs {
       complete |= static_cast<uint32_t>(last) << i;
     }
     __syncwarp();
-    // Unrolled where tokens are in registers, as few as there are; else it would take too many.
+    // Unrolled where tokens are in registers, which are few; else it takes too many registers.
 #pragma unroll(kEarly ? kPairsOfThread : 1)
     for (int i = 0; i < kPairsOfThread; i++) {
       if (complete >> i & 1) add_up(token(i), w_row(i), m);

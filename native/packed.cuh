@@ -52,8 +52,8 @@ struct RowBlock {
     step_atoms = tier.step_atoms;
   }
 
-  // Of a matrix that stacks others of `height` row blocks, in the one that begins at `first`: its
-  // groups are its own. It lies `shift` bytes behind its place.
+  // Of a matrix that stacks others, of `height` row blocks each, with groups of their own: a row
+  // block of the one that begins at row block `first`, and lies `shift` bytes behind its place.
   __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block, int first,
                                       int height, int64_t shift)
       : atoms(matrix.atoms), group(0) {

@@ -1,7 +1,7 @@
 // The arguments of the router's kernels, and the sizes that follow from them.
 //
-// A *place* is where an expert lies in the stacked matrices; a *pair* is a row and an expert that it
-// chose, numbered in the order of places, then of rows.
+// A *place* is where an expert lies in the stacked matrices. A *pair* is a row and an expert that
+// it chose; pairs are numbered in the order of places, then of rows.
 #pragma once
 
 #include "common.cuh"
@@ -23,7 +23,7 @@ struct RouteArgs {
   int* ends;            // [experts]: pairs of the places up to this one
   int* places;          // [n, top_k]: numbers of a row's pairs, by expert; -1 without a request
   const int* stacked;   // [experts]: the place of each expert; null: its number
-  int* use;             // [2, experts]: rows that chose an expert, launches that read a place; or null
+  int* use;             // [2, experts]: rows that chose it, launches that read a place; or null
   float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 3
   float2* chosen;       // [n, top_k]: a place, as bits, and the expert's weight
   int* counts;          // [bands, experts]: rows of a band by place, of more than kMaxRows rows

@@ -1,6 +1,6 @@
 // The numbers of pairs of a row and an expert: experts one after the other, each with its rows in
-// order. Experts are in the order of their places in the stacked matrices, since those that are read
-// often may be stacked first. An index `expert` is a place in this file, but a number in count_use().
+// order. Experts are in the order of their places in the stacked matrices, since those that are
+// read often may be stacked first. An index `expert` is a place here, but a number in count_use().
 #pragma once
 
 #include "route.cuh"

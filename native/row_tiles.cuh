@@ -1,8 +1,8 @@
 // Operands of prompt attention and store_kv for the rows of a step, each with the newest tokens of a
 // slot: tiles, and the addresses of new keys and values.
 //
-// `Args` is the arguments of row_tiles.cu or draft_tokens.cu. Both have `tables` [slots][table_blocks]
-// with the addresses of KV blocks, the strides in bytes of the cache, and the sizes of tiles.
+// `Args` are the arguments of row_tiles.cu or draft_tokens.cu, which both have the addresses of KV
+// blocks (`tables` [slots][table_blocks]), the strides in bytes of the cache, and sizes of tiles.
 #pragma once
 
 #include "geometry.cuh"

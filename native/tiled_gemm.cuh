@@ -82,7 +82,7 @@ struct TiledGemmArgs {
 #if GROUPED
   const int* ends;                 // [experts]: rows of X up to the end of each expert's
   int* taken;                      // [tiers]: tiles taken from a counter; zero between launches
-  const int64_t* shifts;           // [experts]: bytes from each one's place to where it is; or null
+  const int64_t* shifts;           // [experts]: bytes from each place to its expert; null: 0
   int experts, expert_row_blocks;  // the matrices that W stacks
   int listed;                      // whether `ends` was complete when the launch started
 #endif

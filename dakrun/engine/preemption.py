@@ -1,7 +1,7 @@
-"""Preemption: KV blocks for the next rows, and the requests that gave theirs up for these.
+"""Preemption: KV blocks for the next rows, taken from other requests where no block is free.
 
-They go on from copies of their blocks in host memory, or compute them again. The engine decides
-when they get a slot again.
+A preempted request goes on from copies of its blocks in host memory, or computes them again. The
+engine decides when it gets a slot again.
 """
 
 from collections import deque
@@ -49,7 +49,8 @@ class Preemption:
 
         Returns the requests of `active` that can go on. Where no block is free, requests of that
         tier are preempted, the youngest first; they are the first to get a slot when one is free.
-        But None with `wait`, while steps are in flight: requests that end there give blocks back.
+        With `wait`, since steps are in flight, it preempts none and returns None: requests that end
+        in these steps give blocks back.
         """
         cache = self._runner.cache
         for r in active:
@@ -112,9 +113,9 @@ class Preemption:
     def _preempt(self, r: RequestState) -> bool:
         """Let `r`, of which no step is in flight, give its slot up; it is the next to get one.
 
-        Its blocks are copied to the swap space. If there is no room, or that takes longer, it
-        computes its prompt and tokens again, and the result is False. Full blocks are also kept as
-        long as others leave room for them.
+        Its blocks are copied to the swap space. If that has no room, or copying takes longer than
+        computing, `r` computes its prompt and tokens again, and the result is False. Full blocks
+        also stay in the prefix cache, as long as others leave room for them.
         """
         known = (*r.request.prompt_ids, *r.tokens)
         r.prompt = known[: r.cached]  # all but the newest token
@@ -134,8 +135,8 @@ class Preemption:
     def _save(self, r: RequestState, blocks: int) -> bool:
         """Start to copy the first `blocks` of `r` to the swap space.
 
-        Others that run have none there then. False if there is no room, or computing the blocks
-        again is predicted to be faster.
+        Frees the copies of all other running requests first. False if there is no room, or
+        computing the blocks again is predicted to be faster.
         """
         if not swap_beats_recompute(self._plan, r.cached):
             return False

@@ -25,9 +25,9 @@ class Split:
     If `mixed`, the row blocks are stored like this but computed by the local tier's CTAs, which
     take the groups of both tiers. By default there is one CTA, and row blocks follow each other.
 
-    Of a matrix that stacks others of `height` row blocks, such as experts, groups begin anew with
-    each of them, so that each lies in one piece, stored alike wherever it is. The tier lacks the
-    first `cut` row blocks of its first one. There is one CTA then.
+    A matrix may stack others of `height` row blocks each, such as experts. Groups then begin anew
+    with each stacked matrix, so each lies in one piece, stored alike in every tier. The tier lacks
+    the first `cut` row blocks of its first stacked matrix. `ctas` is 1.
     """
 
     row_blocks: int
@@ -61,8 +61,8 @@ class Split:
     def sections(self) -> "Iterator[tuple[int, Split]]":
         """Row blocks that are stored one after the other: the first of each, and its own split.
 
-        They are the rest of a group that the tier begins with, the rest of its matrix, and the
-        other matrices that are stacked: together where groups divide them.
+        A tier may begin inside a group: first comes the rest of this group, then the rest of its
+        stacked matrix, then the other stacked matrices, in one section where groups divide them.
         """
         first, at, height = 0, self.cut, self.height  # `at` is in its matrix
         while first < self.row_blocks:

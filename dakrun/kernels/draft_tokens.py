@@ -30,7 +30,7 @@ class SlotDrafts(NamedTuple):
     """What a slot may draft: SlotDrafts of native/slot_drafts.cuh.
 
     `end`: positions in the KV cache at the request's end, at most. `room`: positions with KV
-    blocks. `most`: drafted tokens.
+    blocks. `most`: drafted tokens of a step, at most.
     """
 
     end: int
@@ -40,7 +40,7 @@ class SlotDrafts(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a row in a step: its new tokens, its drafts, and the match from which these came."""
+    """Of a row in a step: numbers of its new tokens and drafts, and the length of their match."""
 
     accepted: int
     drafted: int
@@ -121,7 +121,7 @@ class DraftBuffers:
     """The tokens of up to `rows` rows of a step, `width` of each: the newest one and its drafts.
 
     `tokens`, `positions` (-1 of those that are not used) and `slots` are int32 [rows * width],
-    `matches` int32 [rows], `places` int64 [rows * width, 3] as store_kv() takes them. `rows` are
+    `matches` int32 [rows], `places` int64 [rows * width, 3] as store_kv() takes them. `rows` has
     the tiles of prompt attention.
     """
 

@@ -70,8 +70,8 @@ class Piece:
 class TieredMatrix:
     """A matrix [M, K] whose row blocks lie in several tiers; parts are in the order of its rows.
 
-    Products with it are in `dtype`. Of a matrix that stacks experts' `shifts`, int64 [E] on the
-    device that computes, has the bytes from each one's place to where it is, if any moves.
+    Products with it are in `dtype`. Where it stacks experts that may move, `shifts`, int64 [E] on
+    the device that computes, has the bytes from each place to the expert's memory.
     """
 
     shape: tuple[int, int]

@@ -46,8 +46,8 @@ def make_plan(
 ) -> Plan:
     """Choose every op's offload ratio and transport, round to row blocks and slots, plan prefill.
 
-    Least is the time of a decode step and of the prompt passes that it carries in `workload`;
-    without `prompts`, of the step alone.
+    The plan has the least time of a decode step plus the prompt passes that the step carries in
+    `workload`; without `prompts`, of the step alone.
     If everything fits in HBM, the plan offloads only for a gain of MIN_OFFLOAD_GAIN or more, unless
     `policy` fixes a ratio. Without `thorough` the search is much shorter, and the plan a few
     percent slower where HBM is full.
@@ -86,9 +86,9 @@ def make_plan(
 
 
 def _planned(problem: Problem, thorough: bool) -> Plan:
-    """The plan with the fastest decode step and the prompts that it carries.
+    """The plan with the least time of a decode step and of the prompts that the step carries.
 
-    Its passes are the best in the HBM that placement leaves.
+    Its prompt passes are the best in the HBM that placement leaves.
     """
     chosen, tried_s = _fastest(problem, thorough)
     return with_prefill(_local_if_as_fast(problem, chosen, tried_s)).with_spare_kv_blocks()

@@ -1,8 +1,8 @@
 """The rows of an input: what a row's line says, its id, estimates of its lengths, and its Request.
 
-Rows are read in the input's order. look_ahead.py has the order in which they begin: then a row
-becomes a Request, in this process or in a worker that was sent the row. The fields of rows are in
-native_rows.py and openai_rows.py.
+Rows are read in the input's order, and begin in the order of look_ahead.py. When a row begins it
+becomes a Request, in this process or in a worker to which the row was sent. The fields of rows are
+in native_rows.py and openai_rows.py.
 """
 
 import json

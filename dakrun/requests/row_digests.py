@@ -36,8 +36,8 @@ class InputRow(NamedTuple):
 class Comparison(NamedTuple):
     """The rows of an output against those of an input.
 
-    `changed` of the input's rows have a result of another row, the first of them is `first`.
-    `unknown` results have no digest, `lacking` are of ids that the input does not have.
+    `changed` rows of the input have a result of another row; `first` is the first of them.
+    `unknown` results have no digest; `lacking` results have ids that the input does not have.
     """
 
     changed: int

@@ -2,6 +2,6 @@
 
 run.py goes from options to a saved profile. gpu.py measures a GPU: with the sweeps of sweeps.py and
 the costs of gemm_costs.py and attention_costs.py, as thoroughly as effort.py says. congestion.py
-makes a profile's figures of these. cpu.py measures a CPU. table.py and plot.py show a profile. Importing this folder
-imports no torch.
+makes a profile's figures of these. cpu.py measures a CPU. table.py and plot.py show a profile.
+Importing this folder imports no torch.
 """

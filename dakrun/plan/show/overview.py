@@ -75,7 +75,7 @@ class Prompts:
 
     @classmethod
     def of(cls, plan: Plan) -> "Prompts":
-        """Plan again for decode steps alone, with as many remote slots: what remains is quick."""
+        """Plan again for decode steps alone, with as many remote slots, to keep the search short."""
         work, policy, alone = plan.workload, plan.policy, plan
         if plan.ratio > 0:
             held = sum(op.remote_bytes for op in plan.weights())
