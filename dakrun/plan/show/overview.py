@@ -67,7 +67,7 @@ class Comparison:
 class Prompts:
     """Prompt `passes` that a decode step carries, and the ratios that they change.
 
-    `changed` has, by op, the offload ratio of the plan for decode steps alone.
+    `changed` has, by op, the offload ratio that a plan for decode steps alone would have.
     """
 
     passes: float
@@ -75,7 +75,7 @@ class Prompts:
 
     @classmethod
     def of(cls, plan: Plan) -> "Prompts":
-        """Plan again for decode steps alone, with as many remote slots, to keep the search short."""
+        """Plan again for decode steps alone; with as many remote slots, so the search is short."""
         work, policy, alone = plan.workload, plan.policy, plan
         if plan.ratio > 0:
             held = sum(op.remote_bytes for op in plan.weights())
