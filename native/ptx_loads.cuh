@@ -132,7 +132,7 @@ __device__ __forceinline__ int load_acquire_sys(const int* from) {
   return value;
 }
 
-// The same for a store: for a flag that the CPU reads, in host memory.
+// Store a flag in host memory that the CPU reads: it sees the flag after all stores before it.
 __device__ __forceinline__ void store_release_sys(int* to, int value) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }

@@ -27,9 +27,9 @@ END_WAITS = -1  # the counter of a slot where no step waits
 class _Guided:
     """A slot's guide, and the `position` of the token that it waits for, or of its first mask.
 
-    base + position is the slot's counter once that mask is there. What was launched before turn
-    number `turn` may write to the slot's log. `forced` are tokens without an alternative, and the
-    position of the first.
+    base + position is the slot's counter once that mask is there. Steps launched before turn number
+    `turn` may still write to the slot's log. `forced` has the position of the next token, and the
+    tokens from there on to which the grammar leaves no alternative.
     """
 
     guide: Guide
@@ -95,7 +95,7 @@ class MaskWriter:
             self._reached.copy_(self._device_turn, non_blocking=True)
 
     def forced(self) -> dict[int, tuple[int, Sequence[int]]]:
-        """By slot, tokens that its grammar has without an alternative, and the first's position."""
+        """By slot, tokens to which its grammar has no alternative, behind the first's position."""
         guided = list(self._guided.items())
         return {slot: one.forced for slot, one in guided if one.forced[1]}
 

@@ -112,5 +112,5 @@ class ExpectedRun:
 
 
 def _again(row: RowTokens) -> int:
-    """Tokens of a row's prompt that all of its choices but the first share."""
+    """Tokens of a row's prompt that choices behind the first do not compute again."""
     return (row.prompt - 1) // KV_BLOCK * KV_BLOCK
