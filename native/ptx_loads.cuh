@@ -132,7 +132,7 @@ __device__ __forceinline__ int load_acquire_sys(const int* from) {
   return value;
 }
 
-// Store a flag in host memory that the CPU reads: it sees the flag after all stores before it.
+// Store a flag in host memory for the CPU: where it sees the flag, it sees all stores before it.
 __device__ __forceinline__ void store_release_sys(int* to, int value) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }

@@ -95,7 +95,7 @@ class MaskWriter:
             self._reached.copy_(self._device_turn, non_blocking=True)
 
     def forced(self) -> dict[int, tuple[int, Sequence[int]]]:
-        """By slot, tokens to which its grammar has no alternative, behind the first's position."""
+        """By slot, the first position and the tokens to which its grammar has no alternative."""
         guided = list(self._guided.items())
         return {slot: one.forced for slot, one in guided if one.forced[1]}
 
