@@ -20,12 +20,12 @@
 //         gate:  y = silu(gate) * up
 //         down:  store weight * acc; the last one to arrive of a token's experts adds them up
 //
-// No expert is read that no row chose, and nothing is known to the host. Sums along K and over
-// experts have an order of their own, so that no bit depends on tiers, CTAs or other rows.
+// Only experts that a row chose are read; the host does not know which. Sums along K and over
+// experts have one order, so that no bit depends on tiers, CTAs or other rows.
 //
 // PDL: the gating launch waits for the router before anything else, and lets its successor start
-// after that. So the list is complete when the launch that adds up starts, which reads it, and W,
-// ahead of its own wait.
+// after that. So the list is complete when the launch that adds up starts: this launch reads the
+// list and W ahead of its own wait.
 
 #include "grouped_splitk_epilogue.cuh"
 #include "grouped_splitk_producer.cuh"

@@ -56,7 +56,7 @@ class DecodeStep:
     in page-locked memory, `newest` int32 [slots] on the device. `sampling` (int32 [slots, words])
     says how tokens of each slot are chosen. If rows share prefixes (`cascades`), attention reads
     these once for all of them. With more query heads per KV head than SplitK_FlashAttn takes,
-    prompt attention attends from the rows, to prefixes too.
+    prompt attention attends from the rows, and each row reads a shared prefix for itself.
     """
 
     def __init__(

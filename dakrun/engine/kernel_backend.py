@@ -29,8 +29,8 @@ from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.models.operands import Operand
 from dakrun.weights.loading import Weights
 
-# Bytes that a router prefetches into L2, for few rows: an H100's HBM delivers them in the 4 us in
-# which no expert can be read.
+# Bytes that a router of few rows prefetches into L2: those that an H100's HBM delivers in 4 us, the
+# time in which no expert can be read.
 ROUTER_AHEAD_BYTES = 12 << 20
 
 
@@ -113,7 +113,7 @@ class KernelBackend:
         return found
 
     def staged_by(self, staging: Staging | None) -> "KernelBackend":
-        """A copy with the same kept buffers whose matrices are staged by `staging`, if by any."""
+        """A copy with the same kept buffers whose matrices `staging` stages; None: nothing is."""
         found = copy.copy(self)
         found.staging, found._buffers = staging, {}
         found._operands = self._read_by(staging)

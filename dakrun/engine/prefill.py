@@ -32,9 +32,9 @@ from dakrun.units import ceil_div
 class Prefill:
     """Runs prompts of a model whose slots are in `cache`, in passes of up to `chunk_tokens`.
 
-    `room`, uint8 in HBM, holds keys and values of remote slots until they are copied there. Passes
-    of up to so many tokens as `few` says run on its backend, which has the same buffers but does
-    not stage experts.
+    `room`, uint8 in HBM, holds keys and values of remote slots until they are copied to the slots.
+    `few` is a backend with the same buffers that stages no experts, and the most tokens of a pass
+    that runs on it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Prefill:
 
     @property
     def stages_experts(self) -> bool:
-        """Whether passes read copies of experts, which are to be at their places then."""
+        """Whether passes may read copies of experts; then each expert has to be at its place."""
         return self._few is not None
 
     def _backend_of(self, tokens: int) -> KernelBackend:
