@@ -192,11 +192,17 @@ def test_tiles_and_their_number_are_read_from_the_device() -> None:
     assert torch.equal(case.run(work).view(torch.int16), wanted.view(torch.int16))
 
 
+def check_segments(build: Build, case: PromptCase, split_blocks: int, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dakrun.kernels.attention.prompt.SPLIT_BLOCKS", split_blocks)
+        build(case.dtype, case.dim).seed = seed
+        case.check(case.run(), 2e-3)
+
+
 @few_examples(5)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 140)), min_size=1, max_size=5),
-    st.integers(1, 3), st.sampled_from([*range(1, 17), 23, 32, 48, 64]), st.integers(1, 4),
-    st.integers(0, 2**31),
+    st.integers(1, 3), st.integers(1, 16), st.integers(1, 4), st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_segments(
     build: Build,
@@ -206,11 +212,22 @@ def test_any_segments(
     split_blocks: int,
     seed: int,
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dakrun.kernels.attention.prompt.SPLIT_BLOCKS", split_blocks)
-        case = PromptCase(segments, kv_heads, group, 64)
-        build(case.dtype, case.dim).seed = seed
-        case.check(case.run(), 2e-3)
+    check_segments(build, PromptCase(segments, kv_heads, group, 64), split_blocks, seed)
+
+
+@few_examples(2)
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 4)), min_size=1, max_size=2),
+    st.sampled_from([17, 23, 32, 48, 64]), st.integers(1, 4), st.integers(0, 2**31),
+)  # fmt: skip
+def test_any_segments_of_large_groups(
+    build: Build,
+    segments: Sequence[tuple[int, int]],
+    group: int,
+    split_blocks: int,
+    seed: int,
+) -> None:
+    check_segments(build, PromptCase(segments, 1, group, 64), split_blocks, seed)
 
 
 @given(
