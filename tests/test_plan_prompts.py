@@ -91,6 +91,15 @@ def test_greedy_and_linear_program_agree_on_more(problem: tuple[list[Curve], flo
     check_agreement(problem)
 
 
+def test_a_segment_that_rounding_leaves_below_zero_takes_nothing() -> None:
+    rates = 25.76694123505463, 53.20559295696371
+    prompts = (0.06476476823807044,) * 2, (0.1984961205702194, 0.0), (0.0, 0.09612970347414844)
+    curve = Curve(3.42, 1.8, 0.022792734441361307, *rates, prompts=prompts)
+    assert min(length for _, length in curve.segments) < 0
+    (ratio,) = greedy_ratios([curve], 2.4)
+    assert ratio == pytest.approx(2.4 / 3.42)
+
+
 @given(
     models(),
     workloads,

@@ -198,6 +198,7 @@ def greedy_ratios(curves: Sequence[Curve], remote_bytes: float) -> list[float]:
         (slope / curve.resident, i, length * curve.resident)
         for i, curve in enumerate(curves)
         for slope, length in curve.segments
+        if length > 0  # rounding may leave some a little below
     ]
     placed = [0.0] * len(curves)
     left = remote_bytes
