@@ -61,7 +61,7 @@ def test_drafts_are_shown_where_they_are_asked_for() -> None:
     assert "8 rows of 4 tokens take" in text and "at an acceptance of 0.8" in text
     assert f"from {steps[-1]['break_even_tokens_per_row']:.2f} tokens a row" in text
     assert plan_json()["drafts"] is None and "drafts save" not in run(*PLAN).stdout
-    assert "neither auto" in error_lines(run(*PLAN, "--speculate", "on"))[0]
+    assert "expected auto" in error_lines(run(*PLAN, "--speculate", "on"))[0]
 
 
 def test_table() -> None:

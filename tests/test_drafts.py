@@ -128,7 +128,7 @@ def test_the_choice_of_drafts_is_read() -> None:
     assert Speculation.of("off") == Speculation() and Speculation.of("auto").mode == "auto"
     assert Speculation.of("suffix:3") == Speculation("suffix", 3)
     for wrong in ("", "on", "suffix:", "suffix:0", f"suffix:{MAX_DRAFT + 1}", "off:2", "auto:1"):
-        with pytest.raises(UsageError, match="neither auto, off nor suffix") as error:
+        with pytest.raises(UsageError, match="expected auto, off, suffix or suffix:K") as error:
             Speculation.of(wrong)
         assert "suffix:K" in error.value.hint
 

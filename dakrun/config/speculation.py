@@ -29,8 +29,8 @@ class Speculation:
         if mode == "suffix" and count.isdecimal() and 1 <= int(count) <= MAX_DRAFT:
             return cls("suffix", int(count))
         raise UsageError(
-            f"speculate: {text!r} is neither auto, off nor suffix",
-            hint=f"drafts of up to K tokens are suffix:K, with K from 1 to {MAX_DRAFT}",
+            f"speculate: expected auto, off, suffix or suffix:K, got {text!r}",
+            hint=f"in suffix:K, K is the most tokens of a draft, from 1 to {MAX_DRAFT}",
         )
 
 
