@@ -3,7 +3,7 @@
 //
 // route: a CTA has 16 experts, 512 columns (64 a warp) and a band of up to 64 rows
 //   load the experts' weights, each as the sum of three bfloat16 numbers
-//   wait for predecessor kernels; prefetch what a later launch reads
+//   wait for predecessor kernels
 //   for each tile of 8 rows: store logits from these columns, by tensor cores, the warps' added up
 //   the band's last CTA, one warp per row (route_choose.cuh):
 //     logits = sums over columns
@@ -159,15 +159,6 @@ __device__ __forceinline__ bool arrives_last(int* arrivals, int count, int& shar
   return shared;
 }
 
-// Prefetch, as HBM would be idle while the experts are not known. Before the wait the predecessor
-// still reads.
-__device__ __forceinline__ void look_ahead(const RouteArgs& args) {
-  ptx::wait_for_dependencies();
-  if (threadIdx.x > 0 || args.ahead_bytes == 0) return;
-  ptx::bulk_prefetch(args.ahead + static_cast<int64_t>(blockIdx.x) * args.ahead_bytes,
-                     args.ahead_bytes);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     route(const __grid_constant__ RouteArgs args) {
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -175,10 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   ptx::launch_dependents();
   const int tiles = ceil_div(args.experts, kTileExperts), parts = part_count(args);
   const int bands = band_count(args), band = blockIdx.x / (tiles * parts);
-  if (band >= bands) {
-    fill_sm();
-    return look_ahead(args);
-  }
+  if (band >= bands) return fill_sm();
   const int unit = blockIdx.x % (tiles * parts), part = unit / tiles;
   const int first = band * args.band_rows, rows = min(args.band_rows, args.n - first);
   Weights weights;
@@ -187,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (args.bias != nullptr) ptx::prefetch(args.bias + threadIdx.x * kLine);
     if (args.stacked != nullptr) ptx::prefetch(args.stacked + threadIdx.x * kLine);
   }
-  look_ahead(args);
+  ptx::wait_for_dependencies();
   const Placing placing(args, smem);
   multiply(args, weights, unit % tiles * kTileExperts, part, first, first + rows,
            *reinterpret_cast<Sums(*)[2]>(placing.end()));

@@ -28,8 +28,6 @@ struct RouteArgs {
   float2* chosen;       // [n, top_k]: a place, as bits, and the expert's weight
   int* counts;          // [bands, experts]: rows of a band by place, of more than kMaxRows rows
   int* arrivals;        // [bands + 1], zeros before and after
-  const uint8_t* ahead;  // prefetched to L2 for a later launch, `ahead_bytes` by each CTA
-  int ahead_bytes;
   int n, hidden, experts, top_k;
   int band_rows;        // of a CTA
   int groups, top_groups;

@@ -42,13 +42,11 @@ from dakrun.geometry import NO_TOKEN
 from dakrun.hardware import Card, load_profile
 from dakrun.kernels import variants
 from dakrun.kernels.attention import KVShape
-from dakrun.kernels.experts.dispatch import ExpertProducts
 from dakrun.kernels.gemm import dispatch as products
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.runtime import CopyStream, copy
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import decoder_of, read_model_config
-from dakrun.models.experts import mixtures
 from dakrun.plan import Plan, Policy, kv_positions, make_plan
 from dakrun.weights import Checkpoint, Packing, load, tier_capacities
 
@@ -321,34 +319,6 @@ def test_quantized_weights(
         assert close(rows.backend.logits[0], logits(reference, prompt))
     assert {macros.get("CODE") for file, macros in launched if file == gemm.SOURCE} > {None}
     assert any("CODE" in macros for file, macros in launched if "grouped" in file) is mixture
-
-
-def test_a_router_prefetches_what_is_used_behind_its_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next layer's QKV, at last the lm_head; none for many rows."""
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    quantised.save(
-        tmp_path, *quantised.FORMATS["awq"], config=Qwen3MoeConfig(**experts, **COMMON, **sizes),
-        dtype=torch.float16,
-    )  # fmt: skip
-    backend, *_ = model_of(tmp_path, 2)
-    asked: list[torch.Tensor | None] = []
-    monkeypatch.setattr(ExpertProducts, "route", lambda _, *operands: asked.append(operands[-1]))
-    monkeypatch.setattr(products.Products, "kernel_for", lambda *_: "tiled")
-    monkeypatch.setattr("dakrun.engine.kernel_backend.ROUTER_AHEAD_BYTES", 1000)
-    for n in (64, 65):
-        backend.begin(n)
-        tokens = torch.zeros(n, dtype=torch.int32)
-        x = backend.embed(backend.model.embedding, tokens, tokens)
-        for mixture in mixtures(backend.model):
-            backend.route(mixture.router, mixture.up.norm, x)
-    behind = [backend.matrices[name].parts[0].arrays[0] for name in ("layers.1.qkv", "lm_head")]
-    for found, data in zip(asked, behind, strict=False):
-        assert found is not None and found.numel() == 1000
-        assert found.data_ptr() == data.data_ptr()
-    assert asked[2:] == [None, None]
 
 
 @pytest.mark.parametrize("model", ["llama-gqa"], indirect=True)

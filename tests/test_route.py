@@ -89,16 +89,6 @@ def test_a_row_does_not_depend_on_the_others(
         assert found.equal(together[0][rows]) and weights.equal(together[1][rows])
 
 
-@pytest.mark.parametrize("nbytes", [100, 3 * 128 * 7])
-def test_bytes_are_prefetched_meanwhile(nbytes: int, kernel_device: str) -> None:
-    rule = Routing(experts=24, top_k=3)
-    x = normal(20, 40, dtype=torch.bfloat16, device=kernel_device)
-    weight = normal(24, 40, dtype=torch.float32, device=kernel_device)
-    ahead = torch.zeros(nbytes, dtype=torch.uint8, device=kernel_device)
-    found = [choices(route(x, weight, rule, room(x, rule), ahead=a), 20) for a in (None, ahead)]
-    assert all(a.equal(b) for a, b in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_exact_in_float32(dtype: torch.dtype, kernel_device: str) -> None:
     """Weights have 24 bits. A sum has one term here; scores of logits below -8 show its error."""
@@ -212,7 +202,6 @@ def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> Non
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths as \[2\]"),
         ({"stacked": torch.zeros(9, dtype=torch.int32)}, r"stacked as \[8\]"),
         ({"use": torch.zeros(2, 9, dtype=torch.int32)}, r"use as \[2, 8\]"),
-        ({"ahead": torch.zeros(9)}, "ahead as contiguous bytes"),
         ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), 16, "cpu")}, "places as"),
         ({"out": Routed.allocate(2, Routing(experts=8, top_k=2), 600, "cpu")}, "logits as"),
         ({"routing": Routing(experts=520, top_k=2)}, "up to 512 experts"),

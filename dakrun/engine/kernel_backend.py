@@ -20,18 +20,14 @@ from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
 from dakrun.kernels.experts.dispatch import Choices, ExpertProducts
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import card_of
-from dakrun.launches import EXPERT_CHUNK_ROWS, By, TierAccess
+from dakrun.launches import By, TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.decoder import Decoder
-from dakrun.models.experts import Experts, Router, mixtures, routers
+from dakrun.models.experts import Experts, Router, routers
 from dakrun.models.functional import rope_table
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.models.operands import Operand
 from dakrun.weights.loading import Weights
-
-# Bytes that a router of few rows prefetches into L2: those that an H100's HBM delivers in 4 us, the
-# time in which no expert can be read.
-ROUTER_AHEAD_BYTES = 12 << 20
 
 
 class KernelBackend:
@@ -63,7 +59,6 @@ class KernelBackend:
         self._following = {
             a.name: b.name for a, b in itertools.pairwise(self.order) if isinstance(b, Linear)
         }
-        self._experts_of = {m.router.weight.name: m.down.name for m in mixtures(model)}
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         device = self.like.device
@@ -220,10 +215,7 @@ class KernelBackend:
         weight, bias = self._vectors[router.weight.name], self._vector(router.bias)
         stacked = self._stacked.get(router.weight.name)
         use = self.expert_use.rows(router, self._kind) if self.expert_use else None
-        ahead = None
-        if len(x) <= EXPERT_CHUNK_ROWS:
-            ahead = self._ahead(self._experts_of[router.weight.name], len(x), ROUTER_AHEAD_BYTES)
-        return x, self._passing.route(x, weight, bias, self._positions, stacked, use, ahead)
+        return x, self._passing.route(x, weight, bias, self._positions, stacked, use)
 
     def experts(
         self,
@@ -331,11 +323,10 @@ class KernelBackend:
             )
         return found
 
-    def _ahead(self, name: str, n: int, nbytes: int | None = None) -> torch.Tensor | None:
+    def _ahead(self, name: str, n: int) -> torch.Tensor | None:
         """The bytes to prefetch into L2: of the part in HBM of the matrix used after `name`."""
-        if (following := self._following.get(name)) is None:
-            return None
-        return self._products.ahead(n, *self._operands[following], nbytes)
+        following = self._following.get(name)
+        return None if following is None else self._products.ahead(n, *self._operands[following])
 
     def _normalize(
         self, norm: Norm, x: torch.Tensor, out: torch.Tensor, *, pad_grid: bool = False

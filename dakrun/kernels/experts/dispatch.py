@@ -73,7 +73,6 @@ class ExpertProducts:
         lengths: torch.Tensor,
         stacked: torch.Tensor | None = None,
         use: torch.Tensor | None = None,
-        ahead: torch.Tensor | None = None,
     ) -> Choices:
         """Choose the experts of x [n, H] as route.route() does; valid until the next call."""
         chunks = expert_chunks(len(x), self._card, self._atom_bytes)
@@ -81,7 +80,7 @@ class ExpertProducts:
         for rows, out in found:
             route(
                 x[rows], weight, self._routing, out, bias=bias, lengths=lengths[rows],
-                stacked=stacked, use=use, ahead=ahead, pdl=True,
+                stacked=stacked, use=use, pdl=True,
             )  # fmt: skip
         return found
 

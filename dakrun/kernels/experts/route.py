@@ -36,10 +36,8 @@ class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "places"),
         *operands.pointers("stacked", "use"),
-        *operands.pointers("logits", "chosen", "counts", "arrivals", "ahead"),
-        *operands.ints(
-            "ahead_bytes", "n", "hidden", "experts", "top_k", "band_rows", "groups", "top_groups"
-        ),
+        *operands.pointers("logits", "chosen", "counts", "arrivals"),
+        *operands.ints("n", "hidden", "experts", "top_k", "band_rows", "groups", "top_groups"),
         *operands.ints("sigmoid", "renormalized"),
         ("scale", ctypes.c_float),
     )
@@ -116,7 +114,6 @@ def route(
     lengths: torch.Tensor | None = None,
     stacked: torch.Tensor | None = None,
     use: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routed:
     """Choose the experts of x [N, H], of 16 bits, by a router's weight [E, H] and bias [E].
@@ -125,7 +122,6 @@ def route(
     Rows with negative `lengths`, int32 [N], are without a request and choose none. `stacked`,
     int32 [E], has the place of each expert in stacked matrices, by default its number. The launch
     adds to `use`, int32 [2, E], the rows that chose each expert, and 1 to each place that any did.
-    `ahead`, uint8 1-D in the GPU's own memory, is prefetched into L2 meanwhile.
     With `pdl` it may start before its predecessor ends; a successor may start before `out` is
     complete. More than ROUTER_MAX_ROWS rows take two launches. Returns `out`, which has room for N
     rows of H columns. Raises ValueError if an operand has the wrong shape, dtype, device or
@@ -157,13 +153,10 @@ def route(
     operands.check_operands(x.device, wanted)
     if weight.data_ptr() % operands.ALIGNMENT:
         raise ValueError(f"expected weight to be aligned to {operands.ALIGNMENT} bytes")
-    if ahead is not None:
-        operands.check_ahead(ahead, x.device)
     operands.check_gpu(x.device)
     card = card_of(x.device)
     band = router_rows(n, experts=experts, hidden=hidden, card=card)
     bands = ceil_div(n, band)
-    ctas = card.with_idle(bands * router_ctas(experts, hidden))
     args = _Args(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
@@ -176,8 +169,6 @@ def route(
         stacked=operands.address(stacked),
         use=operands.address(use),
         **{name: scratch.data_ptr() for name, scratch in out.scratch.items()},
-        ahead=operands.address(ahead),
-        ahead_bytes=0 if ahead is None else operands.ahead_bytes(ahead, ctas),
         n=n,
         hidden=hidden,
         experts=experts,
@@ -193,10 +184,11 @@ def route(
     # Pairs of rows, and of an expert a mask of rows and two counts; the rest is used in turns.
     placing = min(n, ROUTER_MAX_ROWS) * routing.top_k * 8 + experts * (ROUTER_MAX_ROWS // 8 + 8)
     choosing = 4 * WARPS * experts if routing.groups > 1 else 0
-    threads = WARPS * WARP
+    ctas, threads = bands * router_ctas(experts, hidden), WARPS * WARP
     jit.kernel(SOURCE, "route", macros).launch(
-        ctas, threads, args, shared_bytes=placing + max(SUMS_BYTES, choosing), pdl=pdl
-    )
+        card.with_idle(ctas), threads, args,
+        shared_bytes=placing + max(SUMS_BYTES, choosing), pdl=pdl,
+    )  # fmt: skip
     if n > ROUTER_MAX_ROWS:
         kernel = jit.kernel(SOURCE, "place", macros)
         kernel.launch(bands, threads, args, shared_bytes=placing, pdl=pdl)

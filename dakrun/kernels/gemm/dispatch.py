@@ -136,22 +136,15 @@ class Products:
                 )  # fmt: skip
 
     def ahead(
-        self,
-        n: int,
-        weight: TieredMatrix,
-        accesses: Sequence[TierAccess],
-        nbytes: int | None = None,
+        self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
     ) -> torch.Tensor | None:
-        """Bytes of `weight` to prefetch into L2 before a product of `n` rows: up to `nbytes`.
+        """Bytes of `weight` to prefetch into L2 as the preceding product ends; X has `n` rows.
 
-        Without `nbytes` as many as the preceding product prefetches as it ends: then none for many
-        rows. None if the weight's first part is not in the GPU's own memory.
+        None for many rows, or if the weight's first part is not in the GPU's own memory.
         """
-        if n <= FEW_ROWS and self.kernel_for(n, weight) == "splitk":
-            return gemm.look_ahead(weight, self._splitk_config(n, weight, accesses, 0), nbytes)
-        first = weight.parts[0]
-        begins = nbytes and first.tier == LOCAL and first.nbytes
-        return first.arrays[0][:nbytes] if begins else None
+        if n > FEW_ROWS or self.kernel_for(n, weight) != "splitk":
+            return None
+        return gemm.look_ahead(weight, self._splitk_config(n, weight, accesses, 0))
 
     def _splitk_config(
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess], cols: int

@@ -38,6 +38,7 @@ SOURCE = "splitk_gemm.cu"
 # Bytes that each CTA prefetches for a later launch. All CTAs together prefetch about as much as HBM
 # delivers in the gap between two launches.
 AHEAD_BYTES = 32 * 1024
+AHEAD_ALIGN = 128  # bytes: L2's lines
 
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
 FusedNorm = Literal["none"] | NormKind  # of rows of X, without weight and bias
@@ -165,10 +166,10 @@ def splitk_gemm(
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), ROWS_PER_BLOCK * config.x_tiles, x_atoms)
     _set_tiers(args, weight, config, atoms)
     if ahead is not None:
-        operands.check_ahead(ahead, x.device)
+        _check_ahead(ahead, x.device)
         if config.splits[0].ctas:
             args.ahead = ahead.data_ptr()
-            args.ahead_bytes = operands.ahead_bytes(ahead, config.splits[0].ctas)
+            args.ahead_bytes = ahead.numel() // config.splits[0].ctas // AHEAD_ALIGN * AHEAD_ALIGN
     macros = defines(weight.dtype, config.x_tiles, norm != "none", config.mixes)
     jit.kernel(SOURCE, "splitk_gemm", {**macros, **weight.format.macros}).launch(
         config.ctas, SPLITK_THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl
@@ -204,21 +205,18 @@ def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int
     args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
 
 
-def look_ahead(
-    weight: TieredMatrix, config: GemmConfig, nbytes: int | None = None
-) -> torch.Tensor | None:
+def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
     """The bytes that a launch reads from HBM after its first copies: `ahead` of another launch.
 
-    There are up to `nbytes`, by default AHEAD_BYTES for each CTA. None if there are none: the first
-    tier is not the GPU's own memory, or the first copies read all of it. Also None for stages of
-    two groups and for halves of K, whose order is another.
+    None if there are none: the first tier is not the GPU's own memory, or the first copies read
+    all of it. Also None for stages of two groups and for halves of K, whose order is another.
     """
     part, ring = weight.parts[0], config.rings[0]
     if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
         return None
     elements = part.format.arrays(UNIT_COLS)[0].row_block_bytes // UNIT_ATOMS  # of an atom
     first = part.split.wave * ring.atoms * ring.stages * elements
-    found = part.arrays[0][first : first + (nbytes or part.split.ctas * AHEAD_BYTES)]
+    found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
     return found if found.numel() else None
 
 
@@ -243,6 +241,19 @@ def check_product(
     }
     operands.check_operands(x.device, wanted)
     operands.check_gpu(x.device)
+
+
+def _check_ahead(ahead: torch.Tensor, device: torch.device) -> None:
+    if (
+        ahead.dtype != torch.uint8
+        or ahead.dim() != 1
+        or not ahead.is_contiguous()
+        or ahead.device != device
+        or ahead.data_ptr() % operands.ALIGNMENT
+    ):
+        raise ValueError(
+            f"expected ahead as contiguous bytes on x's GPU, aligned to {operands.ALIGNMENT}"
+        )
 
 
 def _check_halves(

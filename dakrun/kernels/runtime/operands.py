@@ -13,7 +13,6 @@ from dakrun.units import ceil_div
 
 DTYPES = (torch.float16, torch.bfloat16)  # of activations, weights and KV
 ALIGNMENT = 16  # bytes of a vector load
-LINE_BYTES = 128  # of a cache line
 
 Wanted = tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]  # an operand, its shape, dtype
 
@@ -68,23 +67,6 @@ def check_operands(
         alignment = ALIGNMENT if dtype in DTYPES else dtype.itemsize
         if contiguous and (not tensor.is_contiguous() or tensor.data_ptr() % alignment):
             raise ValueError(f"expected {name} to be contiguous and aligned to {alignment} bytes")
-
-
-def check_ahead(ahead: torch.Tensor, device: torch.device) -> None:
-    """Raise ValueError unless `ahead`, which a launch prefetches into L2, is as it takes bytes."""
-    if (
-        ahead.dtype != torch.uint8
-        or ahead.dim() != 1
-        or not ahead.is_contiguous()
-        or ahead.device != device
-        or ahead.data_ptr() % ALIGNMENT
-    ):
-        raise ValueError(f"expected ahead as contiguous bytes on x's GPU, aligned to {ALIGNMENT}")
-
-
-def ahead_bytes(ahead: torch.Tensor, ctas: int) -> int:
-    """The bytes of `ahead` that each of `ctas` CTAs prefetches: whole lines."""
-    return ahead.numel() // ctas // LINE_BYTES * LINE_BYTES
 
 
 def check_gpu(device: torch.device) -> None:
