@@ -88,27 +88,43 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
   }
 }
 #else
+constexpr int kTurnBarrier = 1;  // and 2: where a warpgroup waits for its turn
+
 // The consumers of 16 bits: each warp has two of the row blocks.
 __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Ring& ring,
                                         const Chosen& chosen, int own_tier) {
-  const int warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
+  const int warpgroup = threadIdx.x / kWarpgroup, half = kTurns ? 0 : warpgroup;
+  const int first = half * kTileRowBlocks + threadIdx.x % kWarpgroup / 32 * 2;
   RingPosition stage;
-  for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
-    const int own = at.row_blocks - 2 * warp;
-    const Outputs outputs(args, at, 2 * warp, own);
+  int turn = 0;
+  // A barrier only tells of the last copy into its stage, so a warpgroup waits for the other's.
+  const auto wait_for_turn = [&] {
+    if (kTurns && turn > 0) ptx::named_barrier_sync(kTurnBarrier + warpgroup, kConsumers);
+  };
+  for (Items at(args, chosen, own_tier); !at.done(); at.next(), turn++) {
+    if (kTurns && turn % kWarpgroups != warpgroup) {
+      for (int left = args.atoms; left > 0; left -= at.stage_atoms)
+        stage.advance(ring.stages);
+      continue;
+    }
+    const int own = at.row_blocks - first;
+    const Outputs outputs(args, at, first, own);
     Accumulators acc;
+    wait_for_turn();
 #pragma unroll 1
     for (int left = args.atoms; left > 0; left -= at.stage_atoms) {
       wait_for(ring, stage);
       if (own > 0) {
-        multiply<PaddedX>(ring.smem_w(stage.stage) + warpgroup * kTileRowBlocks * kAtomBytes,
+        multiply<PaddedX>(ring.smem_w(stage.stage) + half * kTileRowBlocks * kAtomBytes,
                           at.row_blocks * kAtomBytes, ring.smem_x(stage.stage),
                           min(left, at.stage_atoms), acc);
       }
       release(ring, stage);
     }
+    if (kTurns) ptx::named_barrier_arrive(kTurnBarrier + 1 - warpgroup, kConsumers);
     if (own > 0) store(outputs, acc);
   }
+  if (turn % kWarpgroups == warpgroup) wait_for_turn();  // no arrival is left at a barrier
 }
 #endif
 

@@ -10,6 +10,10 @@ static_assert(kThreads == kConsumers + 2 * 32, "consumers, a producer warp for W
 
 // A variant has -DDOWN=1 if it sums up a token's experts; else it gates.
 constexpr bool kDown = DOWN;
+// Down's K is short, and its epilogue waits for memory. So its warpgroups take items in turns, one
+// in its epilogue while the other multiplies.
+constexpr bool kTurns = kDown && !kHasUnits;
+constexpr int kItemRowBlocks = (kTurns ? 1 : kWarpgroups) * kTileRowBlocks;
 static_assert(!kHasUnits || TILES <= 2, "units: at most 16 rows of X at a time");
 
 // Atoms along K of a stage, at most. Rows of X in a stage have 16 bytes of padding, so that
@@ -189,7 +193,7 @@ struct Items {
     const int group = quotient(row_block, of.group_row_blocks) * of.group_row_blocks;
     const int begin = max(group, before);
     stored_in = min(min(group + of.group_row_blocks, height), behind) - begin;
-    row_blocks = min(begin + stored_in - row_block, stop - at);
+    row_blocks = min(min(begin + stored_in - row_block, stop - at), kItemRowBlocks);
     first_atom =
         static_cast<int64_t>(begin - before) * args.atoms + (row_block - begin) * kUnitAtoms;
     stage_atoms = kStageAtoms;

@@ -31,7 +31,7 @@ struct Ring {
     for (int i = 0; i < stages; i++) {
       ptx::mbarrier_init(w_full[i], 1);
       ptx::mbarrier_init(x_full[i], 1);
-      ptx::mbarrier_init(empty[i], kConsumers / 32 * kArrivalsOfWarp);
+      ptx::mbarrier_init(empty[i], kItemRowBlocks / 2 * kArrivalsOfWarp);  // a warp has 2 of them
     }
     ptx::fence_mbarrier_init();
   }
