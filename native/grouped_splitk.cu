@@ -9,13 +9,13 @@
 //   each CTA:
 //     list the experts that any row chose, with their first pairs (native/route.cu writes `ends`)
 //     its items: the chosen experts' row blocks in its tier, one expert after the other, are divided
-//       evenly over the tier's CTAs; an item is up to 16 of them in one stored group, and up to
-//       8 * TILES rows of the expert
+//       evenly over the tier's CTAs; an item is up to 16 of them (8 where warpgroups take turns) in
+//       one stored group, and up to 8 * TILES rows of the expert
 //     W producer warp:  for each item, for each stage along K: wait for the congestion window and an
 //                       empty stage; copy W
 //     X producer warp:  wait for the predecessor kernel; for the same stages, copy the rows of X
-//     consumers, 8 warps of two row blocks each (with units: splitk_units.cuh):
-//       for each item:
+//     consumers, 8 warps of two row blocks each (with units: units_multiply.cuh):
+//       for each item, with -DDOWN=1 and no units the two warpgroups in turns:
 //         acc = 0; for each stage: acc += W X^T
 //         gate:  y = silu(gate) * up
 //         down:  store weight * acc; the last one to arrive of a token's experts adds them up

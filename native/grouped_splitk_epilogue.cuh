@@ -9,8 +9,9 @@ constexpr int kPairsOfThread = 2 * TILES;  // of accumulators: exchange() says w
 // `row_blocks` exist, for the rows of X of an item. Tokens and weights of the item's pairs are loaded
 // before the products where registers allow, to hide their latency.
 struct Outputs {
-  static constexpr int kAtOnce = 8;  // experts of a token whose products are loaded together
   static constexpr bool kEarly = kDown && TILES <= 2 && !kHasUnits;
+  // Products of a token that are loaded together: of so many experts, in so many row blocks.
+  static constexpr int kAtOnce = 8, kBlocks = kEarly ? 2 : 1;
 
   const GroupedSplitKArgs& args;
   const int row_block, row_blocks;
@@ -76,9 +77,10 @@ struct Outputs {
     }
     __syncwarp();
     // Unrolled where tokens are in registers, which are few; else it takes too many registers.
-#pragma unroll(kEarly ? kPairsOfThread : 1)
-    for (int i = 0; i < kPairsOfThread; i++) {
-      if (complete >> i & 1) add_up(token(i), w_row(i), m);
+#pragma unroll(kEarly ? TILES : 1)
+    for (int i = 0; i < kPairsOfThread; i += kBlocks) {
+      const uint32_t blocks = complete >> i & ((1 << kBlocks) - 1);
+      if (blocks) add_up(token(i), w_row(i), blocks, m);
     }
   }
 
@@ -103,32 +105,49 @@ struct Outputs {
     return args.arrivals + static_cast<int64_t>(token(i)) * args.expert_row_blocks + row_block +
            i % 2;
   }
-  // Adds the products of a token's experts to two of its outputs.
-  __device__ __forceinline__ void add_up(int token, int row, int m) const {
+  // Adds the products of a token's experts to two of its outputs in each row block whose bit of
+  // `blocks` is set; `row` is in the first.
+  __device__ __forceinline__ void add_up(int token, int row, uint32_t blocks, int m) const {
     const int* const places = args.places + static_cast<int64_t>(token) * args.top_k;
-    uint32_t* const y =
-        reinterpret_cast<uint32_t*>(args.y + static_cast<int64_t>(token) * m + row);
-    const float2 residual = unpacked(*y);
-    float2 sum = {0.0f, 0.0f};
+    Element* const y = args.y + static_cast<int64_t>(token) * m + row;
+    uint32_t* outputs[kBlocks];
+    float2 residuals[kBlocks], sums[kBlocks] = {};
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++) {
+      outputs[block] = reinterpret_cast<uint32_t*>(y + block * kRowsPerBlock);
+      if (blocks >> block & 1) residuals[block] = unpacked(*outputs[block]);
+    }
 #pragma unroll 1
     for (int i = 0; i < args.top_k; i += kAtOnce) {
       // All loads are in flight together: memory is idle while a launch ends.
       int pairs[kAtOnce];
-      float2 more[kAtOnce];
+      float2 more[kAtOnce][kBlocks];
 #pragma unroll
       for (int j = 0; j < kAtOnce; j++)
         pairs[j] = i + j < args.top_k ? places[i + j] : 0;
 #pragma unroll
       for (int j = 0; j < kAtOnce; j++) {
         // From L2: this SM's L1 knows nothing of the other CTAs' stores.
-        const float* const of_pair = args.partials + static_cast<int64_t>(pairs[j]) * m;
-        more[j] = ptx::load_from_l2_or_zero(reinterpret_cast<const float2*>(of_pair + row),
-                                            i + j < args.top_k);
+        const float* const of_pair = args.partials + static_cast<int64_t>(pairs[j]) * m + row;
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++) {
+          const float* const from = of_pair + block * kRowsPerBlock;
+          more[j][block] = ptx::load_from_l2_or_zero(reinterpret_cast<const float2*>(from),
+                                                     i + j < args.top_k && blocks >> block & 1);
+        }
       }
 #pragma unroll
-      for (const float2& of_pair : more)
-        sum.x += of_pair.x, sum.y += of_pair.y;
+      for (const float2(&of_pair)[kBlocks] : more) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+          sums[block].x += of_pair[block].x, sums[block].y += of_pair[block].y;
+      }
     }
-    *y = packed(residual.x + sum.x, residual.y + sum.y);
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++) {
+      const float2 &residual = residuals[block], &sum = sums[block];
+      if (blocks >> block & 1)
+        *outputs[block] = packed(residual.x + sum.x, residual.y + sum.y);
+    }
   }
 };
