@@ -122,7 +122,8 @@ def test_head_sizes_of_the_kernel_are_options() -> None:
 def test_a_sweep() -> None:
     wanted = (
         "8:56/56:1056 128:56/56:544 512:32/32:512 64:32/8:2048 64:32/8:8192 16:64/8:8192 "
-        "1:32/8:131072 2:64/8:65536 512:32/32:64 8:56/56:64"
+        "1:32/8:131072 2:64/8:65536 512:32/32:64 8:56/56:64 1:32/8:2048 4:32/8:2048 16:32/8:2048 "
+        "128:32/8:2048 256:32/8:2048 64:32/8:256 64:32/8:512 64:32/8:1024 64:32/8:4096"
     )
     assert " ".join(map(str, sweep().operands)) == wanted
     some = sweep(cases=("2:8/8:64", "1:8/8:64", "02:8/8:64"), ratios=("0", "0.0", "0.5"))
@@ -254,7 +255,8 @@ def test_errors(
 
 @pytest.mark.parametrize("args", [("--case", "1:8/8:64"), ("--head-dim", "128")])
 def test_options_of_the_other_kernel(args: tuple[str, ...]) -> None:
-    said = f"{args[0]} is an option of --kernel attention, not of --kernel gemm"
+    both = "--kernel attention and --kernel prompt-attention"
+    said = f"{args[0]} is an option of {both}, not of --kernel gemm"
     refused(run("--kernel", "gemm", *args), 2, said, "--shape, --model, --rows, --ablations")
 
 

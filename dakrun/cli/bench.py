@@ -3,6 +3,7 @@
 Knows which options belong to models and which to a kernel; dakrun/lab/bench checks their values.
 """
 
+import itertools
 import shlex
 import sys
 from pathlib import Path
@@ -26,12 +27,18 @@ from dakrun.cli.options import (
 from dakrun.errors import UsageError, check_new_file
 
 MODEL: Literal["model"] = "model"
-KERNELS = ("gemm", "attention")
+KERNELS = ("gemm", "attention", "prompt-attention")
+RIVALS = {
+    "attention": ("flashinfer",),
+    "prompt-attention": ("flashinfer",),
+    MODEL: ("transformers", "prefetch", "on-demand"),
+}
 
 # The parameter names of the options that only some subjects of a benchmark have.
 OPTIONS_OF = {
     "gemm": ("shapes", "model", "rows", "ablations"),
-    "attention": ("cases", "head_dim"),
+    "attention": ("cases", "head_dim", "rival"),
+    "prompt-attention": ("cases", "head_dim", "rival"),
     MODEL: (
         *(
             "model",
@@ -116,11 +123,12 @@ _bench_options = together(
     ),
     click.option(
         "--rival",
-        type=click.Choice(["transformers", "prefetch", "on-demand"]),
+        type=click.Choice(list(dict.fromkeys(itertools.chain(*RIVALS.values())))),
         help="model: also measure transformers' model on a GPU, with random weights and a CUDA "
         "graph for each step. transformers: all in HBM; prefetch: also with whole layers in host "
         "memory, as many as --ratio of the weights needs, copied to HBM ahead of their use; "
-        "on-demand: with experts there, copied when the CPU knows the router's choice (no graph).",
+        "on-demand: with experts there, copied when the CPU knows the router's choice (no graph). "
+        "attention, prompt-attention: also measure FlashInfer's kernel (dakrun[flashinfer]).",
     ),
     count_option(
         "--speculate",
@@ -170,14 +178,15 @@ _bench_options = together(
         multiple=True,
         metavar="BATCH:HEADS/KV_HEADS:[SHORTEST-]LENGTH",
         help="attention: slots, query heads, KV heads, and positions in each slot, the new token's "
-        "included, or a range of them; repeatable. Default: ten cases from 8:56/56:64 to "
-        "1:32/8:131072.",
+        "included, or a range of them; repeatable. Default: 19 cases from 8:56/56:64 to "
+        "1:32/8:131072. prompt-attention: prompts of so many tokens; default: 1, 4 and 16 of 512 "
+        "to 4,096, of Llama-3-8B.",
     ),
     choice_option(
         "--head-dim",
         choices=("64", "80", "96", "128"),
         default="128",
-        help="attention: dimensions of a head.",
+        help="attention, prompt-attention: dimensions of a head.",
     ),
     wide_option,
     option("--csv", "form", flag_value="csv", help="Print CSV, with units in the keys."),
@@ -223,7 +232,10 @@ def bench(
     GPU; takes --shape, --model, --rows, --ablations.
 
     --kernel attention: one new token in each slot with some slots in a remote tier, and torch's
-    SDPA with all slots in HBM. Needs a GPU; takes --case, --head-dim.
+    SDPA with all slots in HBM. Needs a GPU; takes --case, --head-dim, --rival.
+
+    --kernel prompt-attention: all tokens of prompts, in TFLOPS, and torch's FlashAttention. Needs a
+    GPU; takes --case, --head-dim, --rival.
 
     All of them take --ratio, --remote, --dtype, --wide, --csv, --json, --output, --profile,
     --limits.
@@ -234,7 +246,13 @@ def bench(
     from dakrun.plan.show import picture
 
     subject = kernel or MODEL
-    sweep = benchmark.SWEEPS[subject](**_own_options(subject, given))
+    own = _own_options(subject, given)
+    if (rival := own.get("rival")) and rival not in RIVALS[subject]:
+        raise UsageError(
+            f"--rival {rival} is no rival of {_title(subject)}",
+            hint=f"name any of {', '.join(RIVALS[subject])}",
+        )
+    sweep = benchmark.SWEEPS[subject](**own)
     if output:
         said = "a benchmark is written as .csv, .json or .md"
         check_new_file(output, FORMATS, said, option="-o")

@@ -9,14 +9,14 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dakrun import plan
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
 from dakrun.formats import PACKED16, KVLayout
-from dakrun.geometry import CHUNK, KV_BLOCK, MAX_GROUP_HEADS, row_block_count
+from dakrun.geometry import CHUNK, KV_BLOCK, MAX_GROUP_HEADS, PROMPT_PART_ROWS, row_block_count
 from dakrun.hardware import HardwareProfile
 from dakrun.lab.ceilings import Effort
 from dakrun.units import ceil_div
@@ -104,7 +104,7 @@ class Slots:
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each slot
 
     kernel, stored, key, baseline = "attention", "KV", "kv", "sdpa"
-    min_launches, scale = 4, 1.0
+    min_launches, scale, most_heads = 4, 1.0, MAX_GROUP_HEADS
 
     def __post_init__(self) -> None:
         ends = (self.length if self.shortest is None else self.shortest, self.length)
@@ -112,10 +112,10 @@ class Slots:
             raise UsageError(
                 f"a case of {self} is empty", hint=f"all numbers are at least 1, {EXAMPLE}"
             )
-        if self.heads % self.kv_heads or self.heads > MAX_GROUP_HEADS * self.kv_heads:
+        if self.heads % self.kv_heads or self.heads > self.most_heads * self.kv_heads:
             raise UsageError(
                 f"a case of {self}: {self.heads} query heads for {self.kv_heads} KV heads",
-                hint=f"the kernel supports 1 to {MAX_GROUP_HEADS} for each, {EXAMPLE}",
+                hint=f"the kernel supports 1 to {self.most_heads} for each, {EXAMPLE}",
             )
         if ends[0] > self.length:
             raise UsageError(
@@ -163,6 +163,31 @@ class Slots:
         sizes = {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "length")}
         mean = {"mean_length": statistics.fmean(self.lengths), "head_dim": self.head_dim}
         return {"case": str(self), **sizes, **mean}
+
+
+@dataclass(frozen=True)
+class Prompts(Slots):
+    """Causal attention of `batch` prompts of `length` tokens each, all new, to themselves."""
+
+    kernel = "prompt-attention"
+    min_launches, most_heads = 1, PROMPT_PART_ROWS
+
+    def __post_init__(self) -> None:
+        if self.shortest is not None:
+            raise UsageError(
+                f"a case of {self}: prompts have one length", hint=f"write one, {EXAMPLE}"
+            )
+        super().__post_init__()
+
+    @property
+    def flops(self) -> float:
+        """Two products over half of the square: 4 B S^2 / 2 H d, as articles count them."""
+        return 2.0 * self.batch * self.length**2 * self.heads * self.head_dim
+
+    def op(self, dtype: Dtype) -> plan.Op:
+        """Attention of all tokens."""
+        op = super().op(dtype)
+        return replace(op, batch_size=self.batch * self.length, flops=self.flops)
 
 
 Operand = Weight | Slots

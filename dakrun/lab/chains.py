@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dakrun.formats import PACKED16
 from dakrun.hardware import LOCAL, Card
@@ -21,12 +22,15 @@ from dakrun.kernels.attention import (
     AttentionWorkspace,
     BlockTables,
     KVShape,
+    PromptSegment,
+    PromptWork,
     attention_config,
+    prompt_attn,
     splitk_flash_attn,
 )
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import architecture, compile_ahead
-from dakrun.lab.cases import Case, Operand, Slots, Weight
+from dakrun.lab.cases import Case, Operand, Prompts, Slots, Weight
 from dakrun.lab.chain import Launch, launch_seconds
 from dakrun.lab.memory import Buffers, fill_random
 from dakrun.launches import TierAccess, split_row_blocks
@@ -199,6 +203,16 @@ class AttentionChains(Chains):
 
         return self.seconds(case, launch)
 
+    def rival(self, case: Case) -> list[float]:
+        """Times of FlashInfer's kernel with the case's operands in pages in HBM."""
+        from dakrun.lab.rivals import flashinfer
+
+        slots = case.operand
+        assert isinstance(slots, Slots)
+        pages = self.dense(case, flashinfer.pages(slots))
+        q = self.normal(slots.batch, slots.heads, slots.head_dim)
+        return self.seconds(case, flashinfer.decode(slots, pages, q))
+
     def _query(self, slots: Slots) -> tuple[torch.Tensor, dict[str, Any]]:
         """Queries for torch, and the options that describe groups and lengths."""
         group, dim = slots.heads // slots.kv_heads, slots.head_dim
@@ -224,4 +238,64 @@ class AttentionChains(Chains):
         return torch.cat(starts, dim=1).to(self.device)
 
 
-CHAINS: dict[type[Operand], type[Chains]] = {Weight: GemmChains, Slots: AttentionChains}
+class PromptChains(AttentionChains):
+    """Prompt attention. Keys and values of all tokens are in KV blocks already.
+
+    The baseline is torch's FlashAttention with queries [B, H, S, D], and keys and values like them.
+    """
+
+    def kernel(
+        self, case: Case, access: Sequence[TierAccess], layout: Card | None = None
+    ) -> tuple[list[float], str]:
+        del access, layout  # one CTA on each SM reads all tiers
+        of = _prompts(case)
+        shape = KVShape(of.kv_heads, of.head_dim, of.length)
+        tables = [BlockTables.of_slots(starts, shape) for starts in self._addresses(case)]
+        work = PromptWork.of(
+            [PromptSegment(of.length * i, i, 0, of.length) for i in range(of.batch)],
+            kv_heads=of.kv_heads, group=of.heads // of.kv_heads, head_dim=of.head_dim,
+            device=self.device,
+        )  # fmt: skip
+        q = self.normal(of.batch * of.length, of.heads, of.head_dim)
+        out = torch.empty_like(q).flatten(1)
+
+        def launch(number: int) -> None:
+            prompt_attn(q, tables[number], work, out, scale=of.head_dim**-0.5, pdl=True)
+
+        return self.seconds(case, launch), "prompt"
+
+    def baseline(self, case: Case) -> list[float]:
+        of = _prompts(case)
+        parts = self.dense(case, (of.batch, of.kv_heads, of.length, of.head_dim), each=2)
+        q = self.normal(of.batch, of.heads, of.length, of.head_dim)
+        gqa = of.heads > of.kv_heads
+
+        def launch(number: int) -> None:
+            keys, values = parts[2 * number : 2 * number + 2]
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                torch.nn.functional.scaled_dot_product_attention(
+                    q, keys, values, is_causal=True, enable_gqa=gqa
+                )
+
+        return self.seconds(case, launch)
+
+    def rival(self, case: Case) -> list[float]:
+        from dakrun.lab.rivals import flashinfer
+
+        of = _prompts(case)
+        tokens = of.batch * of.length
+        parts = self.dense(case, (tokens, of.kv_heads, of.head_dim), each=2)
+        q = self.normal(tokens, of.heads, of.head_dim)
+        return self.seconds(case, flashinfer.prefill(of, parts, q))
+
+
+def _prompts(case: Case) -> Prompts:
+    assert isinstance(case.operand, Prompts)
+    return case.operand
+
+
+CHAINS: dict[type[Operand], type[Chains]] = {
+    Weight: GemmChains,
+    Slots: AttentionChains,
+    Prompts: PromptChains,
+}

@@ -17,7 +17,7 @@ from dakrun.kernels.runtime import card_of
 from dakrun.lab.bench.kernel_sweep import KernelSweep, kernel_row
 from dakrun.lab.cases import Case, Weight, buffer_bytes, forecast
 from dakrun.lab.ceilings import FULL, Effort
-from dakrun.lab.chains import CHAINS, Chains, GemmChains
+from dakrun.lab.chains import CHAINS, AttentionChains, Chains, GemmChains
 from dakrun.lab.memory import Room, measure_ceilings
 from dakrun.lab.output import Record, head
 from dakrun.launches import TierAccess
@@ -57,19 +57,25 @@ def measure_kernel(
             first, *others = group
             chains.fill(first.operand)
             baseline_s = statistics.median(chains.baseline(first))
+            rival_s = None
+            if sweep.rival and isinstance(chains, AttentionChains):
+                rival_s = statistics.median(chains.rival(first))
             for case in (first, *others):
                 predicted_s, access = accesses(case, profile, list(ceilings.rates)[1:], card)
                 samples, by = chains.kernel(case, access)
-                off = _without(chains, case, access, card) if sweep.ablations else {}
+                more = _without(chains, case, access, card) if sweep.ablations else {}
+                if rival_s is not None:
+                    more |= {"rival_s": rival_s}
                 rows.append(kernel_row(
                     case, samples, by, bound_s=ceilings.seconds(case.tier_bytes),
-                    predicted_s=predicted_s, baseline_s=baseline_s, **off,
+                    predicted_s=predicted_s, baseline_s=baseline_s, **more,
                 ))  # fmt: skip
-                time, share = rows[-1]["time_s"], rows[-1]["bound_over_time"]
-                progress(
-                    f"{label} {case.ratio:.2%} remote: {format_seconds(time)}, "
-                    f"{share:.1%} of the ceiling"
-                )
+                row = rows[-1]
+                rate = f"{row['bound_over_time']:.1%} of the ceiling"
+                if "flops_per_s" in row:
+                    rate = f"{row['flops_per_s'] / 1e12:,.0f} TFLOPS"
+                time = format_seconds(row["time_s"])
+                progress(f"{label} {case.ratio:.2%} remote: {time}, {rate}")
     subject = {"kernel": operand.kernel}
     return Record(
         head=head(subject, sweep.dtype, ceilings, profile, command),

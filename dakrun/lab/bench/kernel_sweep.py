@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dakrun.config import Workload
 from dakrun.errors import UsageError
 from dakrun.hardware import HardwareProfile, RemoteTier
-from dakrun.lab.cases import EXAMPLE, TURNING_POINT, Case, Operand, Ratio, Slots, Weight
+from dakrun.lab.cases import EXAMPLE, TURNING_POINT, Case, Operand, Prompts, Ratio, Slots, Weight
 from dakrun.lab.ceilings import Effort
 from dakrun.lab.output import Column, microseconds
 from dakrun.lab.samples import spread
@@ -33,6 +33,13 @@ DEFAULT_SLOTS = (
     *(Slots(64, 32, 8, 2048), Slots(64, 32, 8, 8192), Slots(16, 64, 8, 8192)),
     *(Slots(1, 32, 8, 131_072), Slots(2, 64, 8, 65_536)),
     *(Slots(512, 32, 32, 64), Slots(8, 56, 56, 64)),
+    # Of Llama-3-8B, as "The Hidden Bottleneck in MLA Serving" measures FlashInfer.
+    *(Slots(batch, 32, 8, 2048) for batch in (1, 4, 16, 128, 256)),
+    *(Slots(64, 32, 8, length) for length in (256, 512, 1024, 4096)),
+)
+# Of the same article.
+DEFAULT_PROMPTS = tuple(
+    Prompts(batch, 32, 8, length) for batch in (1, 4, 16) for length in (512, 1024, 2048, 4096)
 )
 
 
@@ -41,7 +48,7 @@ class KernelSweep:
     """All `operands` of one kernel, each with every offload ratio of `ratios`.
 
     `remote` is the remote tier by its name in the profile. With `ablations` every case is also
-    measured without the congestion window and without wave alignment.
+    measured without the congestion window and without wave alignment. A `rival` is FlashInfer.
     """
 
     operands: tuple[Operand, ...]
@@ -49,6 +56,7 @@ class KernelSweep:
     remote: str
     dtype: BenchDtype
     ablations: bool = False
+    rival: Literal["flashinfer"] | None = None
 
     def cases(self, turning_point: float, effort: Effort, *, tiers: int) -> Iterator[Case]:
         """The cases in order, with units in one or two `tiers`."""
@@ -72,6 +80,9 @@ class KernelSweep:
         """The columns of a table; those of ops and ablations only if the sweep has any."""
         gemm = [of for of in self.operands if isinstance(of, Weight)]
         hidden = {"case", "sdpa_s"} if gemm else {"shape", "n", "by", "cublas_s"}
+        prompts = any(isinstance(of, Prompts) for of in self.operands)
+        hidden |= {"bytes_per_s", "bound_over_time"} if prompts else {"flops_per_s"}
+        hidden |= set() if self.rival else {"rival_s"}
         hidden |= set() if any(of.ops for of in gemm) else {"ops"}
         hidden |= set() if self.ablations else {"window_off_s", "alignment_off_s"}
         return tuple(column for column in COLUMNS if column.key not in hidden)
@@ -87,11 +98,13 @@ COLUMNS = (
     Column("time_s", "time us", microseconds),
     Column("spread", "spread", "{:.1%}".format, rank=7),
     Column("bytes_per_s", "GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
+    Column("flops_per_s", "TFLOPS", lambda rate: f"{rate / 1e12:,.0f}"),
     Column("bound_over_time", "share of ceiling", "{:.1%}".format),
     Column("predicted_s", "predicted us", microseconds, rank=5),
     Column("cublas_s", "cuBLAS us", microseconds, rank=3),
     Column("sdpa_s", "SDPA us", microseconds, rank=3),
     Column("speedup", "speedup", "{:.2f}".format, rank=2),
+    Column("rival_s", "FlashInfer us", microseconds, rank=2),
     Column("window_off_s", "no window us", microseconds, rank=1),
     Column("alignment_off_s", "unaligned us", microseconds, rank=1),
 )
@@ -99,13 +112,13 @@ COLUMNS = (
 
 def kernel_row(
     case: Case, samples_s: Sequence[float], by: str, *, bound_s: float, predicted_s: float,
-    baseline_s: float, **ablations_s: float | None,
+    baseline_s: float, **more_s: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The figures of a case by key; keys carry units. Times are seconds of one launch.
 
     `samples_s` has one value per replay of the kernel `by`: "splitk", "tiled" or "torch". `bound_s`
     follows from the ceilings, `predicted_s` from the profile. `baseline_s` is torch's time with the
-    whole operand in HBM. Of `ablations_s` None was not measured.
+    whole operand in HBM. `more_s` are times of ablations and of a rival; None was not measured.
     """
     operand, time = case.operand, statistics.median(samples_s)
     return {
@@ -118,12 +131,13 @@ def kernel_row(
         "time_s": time,
         "spread": spread(samples_s),
         "bytes_per_s": case.read_bytes / time,
+        **({"flops_per_s": operand.flops / time} if isinstance(operand, Prompts) else {}),
         "bound_s": bound_s,
         "bound_over_time": bound_s / time,
         "predicted_s": predicted_s,
         f"{operand.baseline}_s": baseline_s,
         "speedup": baseline_s / time,
-        **ablations_s,
+        **more_s,
     }
 
 
@@ -150,13 +164,15 @@ def gemm_sweep(
 
 
 def attention_sweep(
-    *, cases: Iterable[str], head_dim: str, ratios: Iterable[str], **rest: Any
-) -> KernelSweep:
-    """The sweep of the command line's options: its cases, or DEFAULT_SLOTS.
+    *, cases: Iterable[str], head_dim: str, ratios: Iterable[str],
+    defaults: Sequence[Slots] = DEFAULT_SLOTS, **rest: Any,
+) -> KernelSweep:  # fmt: skip
+    """The sweep of the command line's options: its cases, of the kind of `defaults`, or these.
 
     Raises UsageError if an option is malformed.
     """
-    slots = tuple(dict.fromkeys(map(parse_slots, cases))) or DEFAULT_SLOTS
+    kind = type(defaults[0])
+    slots = tuple(dict.fromkeys(parse_slots(text, kind) for text in cases)) or defaults
     operands = tuple(replace(of, head_dim=int(head_dim)) for of in slots)
     return KernelSweep(operands=operands, ratios=parse_ratios(ratios), **rest)
 
@@ -172,8 +188,8 @@ def parse_shape(text: str) -> Weight:
     return Weight(int(match[1]), int(match[2]))
 
 
-def parse_slots(text: str) -> Slots:
-    """The slots in a text such as "64:32/8:2048" or "64:32/8:1-8192"; else UsageError."""
+def parse_slots(text: str, kind: type[Slots] = Slots) -> Slots:
+    """Slots of a `kind` in a text such as "64:32/8:2048" or "64:32/8:1-8192"; else UsageError."""
     match = re.fullmatch(r"([0-9]+):([0-9]+)/([0-9]+):(?:([0-9]+)-)?([0-9]+)", text.strip())
     if match is None:
         raise UsageError(
@@ -182,7 +198,7 @@ def parse_slots(text: str) -> Slots:
         )
     *sizes, shortest, length = match.groups()
     batch, heads, kv_heads = map(int, sizes)
-    return Slots(batch, heads, kv_heads, int(length), int(shortest) if shortest else None)
+    return kind(batch, heads, kv_heads, int(length), int(shortest) if shortest else None)
 
 
 def parse_ratios(texts: Iterable[str]) -> tuple[Ratio, ...]:

@@ -3,11 +3,18 @@
 torch is imported when measuring starts.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from dakrun.errors import CannotRun
 from dakrun.hardware import HardwareProfile
-from dakrun.lab.bench.kernel_sweep import KernelSweep, attention_sweep, gemm_sweep
+from dakrun.lab.bench.kernel_sweep import (
+    DEFAULT_PROMPTS,
+    KernelSweep,
+    attention_sweep,
+    gemm_sweep,
+)
 from dakrun.lab.bench.model_sweep import ModelSweep, model_sweep
 from dakrun.lab.output import Record
 
@@ -17,12 +24,19 @@ AnySweep = KernelSweep | ModelSweep
 SWEEPS: dict[str, Callable[..., AnySweep]] = {
     "gemm": gemm_sweep,
     "attention": attention_sweep,
+    "prompt-attention": partial(attention_sweep, defaults=DEFAULT_PROMPTS),
     "model": model_sweep,
 }
 
 
 def check_device(sweep: AnySweep) -> None:
-    """Raise CannotRun if the sweep needs a GPU and there is none."""
+    """Raise CannotRun if the sweep needs a GPU, or a package, and there is none."""
+    rival = sweep.rival if isinstance(sweep, KernelSweep) else None
+    if rival and importlib.util.find_spec(rival) is None:
+        raise CannotRun(
+            f"--rival {rival} needs FlashInfer, which is not installed",
+            hint="pip install 'dakrun[flashinfer]'",
+        )
     if isinstance(sweep, KernelSweep) or sweep.rival is not None:
         import torch
 

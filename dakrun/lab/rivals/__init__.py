@@ -1,6 +1,6 @@
-"""Decode steps of other programs, of the same architecture with random weights.
+"""Other programs: decode steps of the same architecture with random weights, and kernels.
 
 steps.py measures all of them. architecture.py makes the model of transformers that is like one of
 dakrun's. prefetch.py keeps some of its layers in host memory, on_demand.py some of its experts.
-vllm.py runs vLLM in a process of its own.
+vllm.py runs vLLM in a process of its own. flashinfer.py has FlashInfer's attention alone.
 """
