@@ -19,6 +19,7 @@ from dakrun.cli import main
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL, Card, load_profile
+from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate import Scope, evaluate
 from dakrun.lab.evaluate.cases import case_of, link_reads
 from dakrun.lab.evaluate.charts import Entry
@@ -354,8 +355,7 @@ def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
 def test_multicast_saves_bytes_over_the_link_from_two_tiles_on() -> None:
     here, case = scope(), case_of(scope(), MULTICAST)
     alone = replace(MULTICAST, without=("multicast",))
-    assert link_reads(here, MULTICAST, case)[1] == 1
-    assert link_reads(here, alone, case)[1] == 2
+    assert (link_reads(here, MULTICAST, case), link_reads(here, alone, case)) == (1, 2)
     few = replace(MULTICAST, n=8)
     assert link_reads(here, few, case_of(here, few)) == link_reads(
         here, replace(few, without=("multicast",)), case_of(here, few)
@@ -447,7 +447,6 @@ def test_an_ablated_model_runs_on_a_card_without_the_techniques(
 ) -> None:
     from dakrun.engine import direct_accesses
     from dakrun.kernels.runtime import card_of
-    from dakrun.lab.ceilings import Ceilings
     from dakrun.lab.evaluate.steps import Steps
     from dakrun.launches import TierAccess, split_row_blocks
 
@@ -566,7 +565,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     monkeypatch.setattr(module, "QUICK", small)
     model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)
     here = scope(models={NAME: model})
-    found = module.Kernels(here, torch.device("cpu"))
+    found = module.Kernels(here, torch.device("cpu"), Ceilings({LOCAL: 4e12, "host": 5e10}))
     measure = {
         "product": found.op, "attention": found.op, "read": found.read,
     }  # fmt: skip
@@ -581,12 +580,42 @@ def test_a_product(ratio: float, without: tuple[str, ...], kernels: Callable[...
     point = ProductPoint(model=NAME, op="qkv", n=8, ratio=ratio, without=without)
     found = kernels(point)
     assert found.seconds is not None and found.ratio == pytest.approx(ratio, abs=0.05)
-    assert found.remote_bytes == found.link_bytes == found.ratio * found.read_bytes
+    assert found.remote_bytes == found.ratio * found.read_bytes
     assert FakeProducts.launches > 0
     _, remote = FakeProducts.accesses
     assert FakeProducts.card.multicast == ("multicast" not in without)
     assert FakeProducts.card.even_waves == ("alignment" not in without)
     assert (remote.window_bytes is None) == ("window" in without)
+
+
+@pytest.mark.parametrize(("ratio", "least"), [(1.0, 1.5), (0.25, 1.5), (0.0, 0.0)])
+def test_link_traffic_is_the_time_of_a_launch_that_the_link_limits(
+    ratio: float, least: float, kernels: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time times the link's rate; none of a launch that is as fast with all in HBM."""
+    from dakrun.lab.chains import GemmChains
+
+    point = ProductPoint(model=NAME, op="256x128", n=512, ratio=ratio)
+    here = scope(models={NAME: replace(tiny_model(), dtype="float16")})
+    in_hbm_s = predict(replace(point, ratio=0.0), here).seconds
+    assert in_hbm_s
+    for times, limited in ((1.01 * least, bool(ratio)), (0.99 * least, False)):
+        seconds = times * in_hbm_s or 1.0
+        monkeypatch.setattr(GemmChains, "kernel", lambda *_, s=seconds: ([s, s, s], "tiled"))
+        found = kernels(point)
+        assert found.seconds == seconds and found.weight_bytes == 256 * 128 * 2
+        assert found.link_bytes == (pytest.approx(5e10 * seconds) if limited else None)
+
+
+@pytest.mark.gpu
+def test_link_traffic_is_what_the_tiles_ask_for() -> None:
+    here, device = scope(), torch.device("cuda", torch.cuda.current_device())
+    with Measurer(here, device) as measurer:
+        for n, without, times in ((512, (), 1), (1024, (), 1), (1024, ("multicast",), 2)):
+            point = replace(MULTICAST, op="7168x7168", n=n, without=without)
+            found = measurer(point)
+            assert found.link_bytes and found.weight_bytes
+            assert found.link_bytes / found.weight_bytes == pytest.approx(times, rel=0.05)
 
 
 def test_buffers_grow_and_move(kernels: Callable[..., Result]) -> None:

@@ -28,7 +28,7 @@ from dakrun.lab.panel import Panel, Series
 from dakrun.models.known import known_model
 
 MODELS = ("opt-30b", "opt-6.7b")
-UNITS = ("GB/s", "ms", "us", "%", "(x)", "tokens", "KiB", "SMs", "(N)", "op", "model", "slots")
+UNITS = ("GB/s", "(GB)", "ms", "us", "%", "(x)", "tokens", "KiB", "SMs", "(N)", "op", "model", "slots")
 BYTES = 6e10
 
 
@@ -257,6 +257,30 @@ def test_required_ratios_of_figure_10() -> None:
     for text in ("6% for 32 x 1,024", "60% for 128 x 1,024", "20.0% for 128 x 512"):
         assert text in claim
     assert "6.2%, 9.9%, 36.7%, 60.3%, which are its figures" in fig10.notes(scope)[0]
+
+
+def test_multicast_is_measured_on_the_papers_matrix() -> None:
+    """Bytes by the time and by tiles; the page has a row for each N."""
+    for quick in (True, False):
+        scope = scope_of(quick=quick)
+        table1 = FIGURES["table1"]
+        data = table1.data(scope, results_of(table1, scope))
+        (chart,) = data.charts
+        assert {of.point.figures()["op"] for of in chart.entries} == {"7168x7168"}
+        assert [row[0] for row in table1.table(data)[1:]] == [
+            "256",
+            "512",
+            "1,024",
+            "2,048",
+            "4,096",
+        ]
+        assert table1.finding(data) == (
+            "7168x7168: with N = 4,096 a byte of the weight crosses the link 1 x with multicast "
+            "and 2 x without; the tiles of the launches ask for 1 x and 8 x."
+        )
+        assert table1.claim(data).endswith("Here, at the largest N: it saves 50%.")
+        product = FIGURES["fig13"].charts(scope)[0]
+        assert [of.point for of in product.entries] == [of.point for of in chart.entries]
 
 
 def test_crossing() -> None:

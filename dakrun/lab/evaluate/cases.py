@@ -9,6 +9,7 @@ from dataclasses import replace
 from dakrun.errors import UsageError
 from dakrun.geometry import SPLITK_MAX_ROWS, TILED_MAX_ROWS
 from dakrun.hardware import Card
+from dakrun.lab.bench.kernel_sweep import parse_shape
 from dakrun.lab.cases import Case, Forecast, Operand, Slots, Weight, forecast
 from dakrun.lab.ceilings import FULL, Effort
 from dakrun.lab.evaluate.points import AttentionPoint, OpPoint, ProductPoint
@@ -33,6 +34,8 @@ def case_of(scope: Scope, point: OpPoint, effort: Effort = FULL) -> Case:
     if isinstance(point, AttentionPoint):
         heads = model.num_heads, model.num_kv_heads
         operand = Slots(point.batch_size, *heads, point.length, head_dim=model.head_dim)
+    elif isinstance(point, ProductPoint) and point.op[0].isdigit():
+        operand = replace(parse_shape(point.op), n=point.n)
     else:
         assert isinstance(point, ProductPoint)
         ops = {op.name: op for op in scope.ops(point.model, batch_size=point.n, prompt_len=1)}
@@ -58,21 +61,21 @@ def ablated(card: Card, without: Sequence[str]) -> Card:
     )
 
 
-def link_reads(scope: Scope, point: OpPoint, case: Case) -> tuple[str, int]:
-    """The kernel of a point, and how often it reads a remote unit, from its configuration.
+def link_reads(scope: Scope, point: OpPoint, case: Case) -> int:
+    """How often the launches of a point read a remote unit, by their configurations.
 
     The tiled GEMM reads remote row blocks once for every tile of X; multicast makes these tiles
     taller. Torch multiplies pieces of W that are unpacked once.
     """
     weight = case.operand
     if not isinstance(weight, Weight):
-        return "splitk", 1
+        return 1
     card, remote = ablated(scope.profile.card, point.without), case.units[1] > 0
     by = kernel_for(weight.n, weight.units, weight.cols, remote=remote, card=card)
     if by == "splitk":
-        return by, ceil_div(weight.n, SPLITK_MAX_ROWS)
+        return ceil_div(weight.n, SPLITK_MAX_ROWS)
     if by == "torch" or not remote:
-        return by, 1
+        return 1
     from dakrun.engine import direct_accesses
 
     names = remote_names(scope, point.remote)
@@ -83,4 +86,4 @@ def link_reads(scope: Scope, point: OpPoint, case: Case) -> tuple[str, int]:
         n = min(TILED_MAX_ROWS, weight.n - first)
         config = tiled_config(n, case.units, access, cols=weight.cols, card=card)
         times += ceil_div(n, config.launches[0].shape.rows)
-    return by, times
+    return times

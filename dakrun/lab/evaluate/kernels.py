@@ -13,9 +13,9 @@ from dakrun.kernels import read_window
 from dakrun.kernels.runtime import card_of
 from dakrun.lab.bench.kernel import accesses, windowed
 from dakrun.lab.cases import Weight
-from dakrun.lab.ceilings import FULL, HBM_RING, Effort, ring_for
+from dakrun.lab.ceilings import FULL, HBM_RING, Ceilings, Effort, ring_for
 from dakrun.lab.chains import CHAINS, GemmChains
-from dakrun.lab.evaluate.cases import ablated, case_of, link_reads, remote_names
+from dakrun.lab.evaluate.cases import ablated, case_of, foreseen, remote_names
 from dakrun.lab.evaluate.points import OpPoint, ProductPoint, ReadPoint, Result
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.memory import Room, fill_random, reader
@@ -23,13 +23,18 @@ from dakrun.lab.memory import Room, fill_random, reader
 # Chains of 512 MiB exceed L2 many times; half the replays.
 QUICK = replace(FULL, chain_bytes=2**29, min_launches=4, replays=4, seconds=0.01, readings=3)
 READ_BYTES = {LOCAL: 2**31, "remote": 2**29}
+LINK_BOUND = 1.5  # times the time foreseen with all in HBM: the link limits such a launch
 
 
 class Kernels:
-    """Measures single ops on `device`. `close` frees the buffers; the next point makes new ones."""
+    """Measures single ops on `device`. `close` frees the buffers; the next point makes new ones.
 
-    def __init__(self, scope: Scope, device: torch.device) -> None:
+    `ceilings` have the rate of the link.
+    """
+
+    def __init__(self, scope: Scope, device: torch.device, ceilings: Ceilings) -> None:
         self.scope, self.card, self._room = scope, card_of(device), Room(device)
+        self.ceilings = ceilings
         self.effort: Effort = QUICK if scope.quick else FULL
         self._compiled: set[tuple[int, str]] = set()
         self.close = self._room.close
@@ -51,15 +56,19 @@ class Kernels:
         chains.fill(operand)
         _, access = accesses(case, scope.profile, (name,), card)
         times, _ = chains.kernel(case, access)
-        local, remote = case.tier_bytes
+        (local, remote), seconds = case.tier_bytes, statistics.median(times)
+        inside = replace(point, ratio=0.0)
+        in_hbm_s = foreseen(scope, inside, case_of(scope, inside, self.effort)).seconds
         return Result(
             source="measured",
-            seconds=statistics.median(times),
+            seconds=seconds,
             ratio=case.ratio,
             weight_bytes=case.read_bytes if isinstance(operand, Weight) else None,
             read_bytes=local + remote,
             remote_bytes=remote,
-            link_bytes=remote * link_reads(scope, point, case)[1],
+            link_bytes=self.ceilings.rates[name] * seconds
+            if remote and seconds > LINK_BOUND * in_hbm_s
+            else None,
         )
 
     def read(self, point: ReadPoint) -> Result:

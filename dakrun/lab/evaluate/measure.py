@@ -41,7 +41,7 @@ class Measurer:
         if device.type == "cuda":
             from dakrun.lab.evaluate.kernels import Kernels
 
-            self._kernels = Kernels(scope, device)
+            self._kernels = Kernels(scope, device, self.ceilings)
 
     def __enter__(self) -> "Measurer":
         return self

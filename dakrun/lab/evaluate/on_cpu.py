@@ -47,5 +47,4 @@ def op_on_cpu(point: Point, scope: Scope) -> Result:
         weight_bytes=nbytes if isinstance(operand, Weight) else None,
         read_bytes=nbytes,
         remote_bytes=nbytes * case.ratio,
-        link_bytes=nbytes * case.ratio,
     )

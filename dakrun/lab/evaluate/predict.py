@@ -165,7 +165,7 @@ def _op(point: OpPoint, scope: Scope) -> Result:
     """A product or attention, by the SMs that a plan gives it."""
     case, is_product = case_of(scope, point), isinstance(point, ProductPoint)
     (name,), (local, remote) = remote_names(scope, point.remote), case.tier_bytes
-    crossing = remote * link_reads(scope, point, case)[1]
+    crossing = remote * link_reads(scope, point, case)
     planned, bare = foreseen(scope, point, case), without(scope, point)
     seconds = planned.seconds
     if bare is not scope:
