@@ -1,5 +1,5 @@
-"""`dakrun bench --rival prefetch`: which layers are offloaded, when they are copied, and that the
-model computes what it computes with everything in HBM.
+"""Layers of rivals in host memory: which they are, when prefetch copies them, and that the model
+computes what it computes with everything in HBM, also where uva reads them in place.
 """
 
 import copy
@@ -18,7 +18,8 @@ from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 from dakrun.lab.chain import recorded
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model
-from dakrun.lab.rivals.prefetch import Prefetch, built, offloaded, spread, tier_bytes
+from dakrun.lab.rivals.host_layers import HostLayers, built, offloaded, spread
+from dakrun.lab.rivals.prefetch import Prefetch
 from dakrun.lab.rivals.steps import Step
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model, parse_model_config
@@ -37,7 +38,8 @@ def test_what_is_offloaded() -> None:
     model = meta_model(known("opt-6.7b"))
     found = {ratio: offloaded(model, ratio) for ratio in (0.0, 1e-6, 0.03, 0.48, 0.5, 0.9, 1.0)}
     assert found == {0.0: 0, 1e-6: 1, 0.03: 1, 0.48: 16, 0.5: 17, 0.9: 30, 1.0: 32}
-    assert tier_bytes(model, 16) == {"hbm": 2 * 402_759_680, "host": 16 * 402_759_680}
+    assert Prefetch.tier_bytes(model, 16) == {"hbm": 2 * 402_759_680, "host": 16 * 402_759_680}
+    assert HostLayers.tier_bytes(model, 16) == {"host": 16 * 402_759_680}
     assert spread(16, 32) == list(range(1, 32, 2))
     assert spread(3, 32) == [10, 21, 31] and spread(1, 32) == [31] and spread(4, 4) == [0, 1, 2, 3]
 
@@ -104,8 +106,9 @@ def test_a_step_takes_as_long_as_its_copies_or_as_its_layers(
     model: Any = Layers(main, 12)
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: setattr(main, "time", main.time + 1))
-    with allocate_tiers(tier_bytes(model, count), CPU) as tiers, torch.inference_mode():
-        prefetch = Prefetch(model, count, tiers)
+    sizes = Prefetch.tier_bytes(model, count)
+    with allocate_tiers(sizes, CPU) as tiers, torch.inference_mode():
+        prefetch = Prefetch(model, count, tiers, CPU)
         for layer in model.layers:
             prefetch.take(layer)
         prefetch.ready()
@@ -118,18 +121,20 @@ def test_a_step_takes_as_long_as_its_copies_or_as_its_layers(
 
 
 @contextmanager
-def prefetched(resident: PreTrainedModel, count: int) -> Iterator[PreTrainedModel]:
-    """A copy of `resident` with `count` of its layers in host memory."""
-    model = copy.deepcopy(resident)
-    with allocate_tiers(tier_bytes(model, count), resident.device) as tiers:
-        hbm = tiers["hbm"]
-        ring = hbm.allocate((hbm.capacity,), torch.uint8).fill_(255)  # NaN, until copied there
-        hbm.used = 0
-        prefetch = Prefetch(model, count, tiers)
+def offloading(
+    resident: PreTrainedModel, count: int, kind: type[HostLayers]
+) -> Iterator[PreTrainedModel]:
+    """A copy of `resident` with `count` of its layers in host memory, by `kind`."""
+    model, where = copy.deepcopy(resident), "hbm" if kind is Prefetch else "host"
+    with allocate_tiers(kind.tier_bytes(model, count), resident.device) as tiers:
+        tier = tiers[where]
+        whole = tier.allocate((tier.capacity,), torch.uint8).fill_(255)  # NaN, until written
+        tier.used = 0
+        held = kind(model, count, tiers, resident.device)
         for layer in decoder_layers(model):
-            prefetch.take(layer)
-        prefetch.ready()
-        room = range(ring.data_ptr(), ring.data_ptr() + ring.nbytes)
+            held.take(layer)
+        held.ready()
+        room = range(whole.data_ptr(), whole.data_ptr() + whole.nbytes)
         moved = [
             all(p.data_ptr() in room for p in layer.parameters()) for layer in decoder_layers(model)
         ]
@@ -144,26 +149,36 @@ def resident(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
 
 
-@pytest.mark.parametrize("count", range(1, LAYERS + 1))
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [*((Prefetch, count) for count in range(1, LAYERS + 1)), (HostLayers, 3)],
+)
 @pytest.mark.parametrize("name", ["opt-like-350m", "llama-gqa3-tied"])
 @torch.inference_mode()
-def test_logits_equal_those_of_the_resident_model(name: str, count: int) -> None:
+def test_logits_equal_those_of_the_resident_model(
+    name: str, count: int, kind: type[HostLayers]
+) -> None:
     whole = resident(name, "cpu", torch.float32)
-    with prefetched(whole, count) as model:
+    with offloading(whole, count, kind) as model:
         for length in (9, 1, 4):
             ids = torch.randint(tiny_models.VOCAB, (2, length))
             assert torch.equal(model(ids).logits, whole(ids).logits)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 2, 3, 5, LAYERS])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [*((Prefetch, count) for count in (1, 2, 3, 5, LAYERS)), (HostLayers, 3)],
+)
 @pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa3-tied"])
 @torch.inference_mode()
-def test_steps_in_a_graph_equal_those_of_the_resident_model(name: str, count: int) -> None:
+def test_steps_in_a_graph_equal_those_of_the_resident_model(
+    name: str, count: int, kind: type[HostLayers]
+) -> None:
     whole = resident(name, "cuda", torch.float16)
     prompt = torch.randint(tiny_models.VOCAB, (8, 5), device="cuda")
     logits: list[list[torch.Tensor]] = []
-    with prefetched(whole, count) as model:
+    with offloading(whole, count, kind) as model:
         for each in (whole, model):
             found = torch.empty(8, tiny_models.VOCAB, dtype=torch.float16, device="cuda")
 
@@ -189,7 +204,8 @@ def test_random_weights(name: str, ratio: float) -> None:
     """They are as transformers makes them, wherever they lie; the ratio is of whole layers."""
     config = parse_model_config(tiny_models.CONFIGS[name].to_dict(), name=name)
     reference = AutoModelForCausalLM.from_config(tiny_models.CONFIGS[name])
-    with torch.inference_mode(), built(meta_model(config), ratio, CPU) as (model, found):
+    place = built(meta_model(config), ratio, CPU, Prefetch)
+    with torch.inference_mode(), place as (model, found):
         if config.mixture:  # torch's grouped products take rows of whole 16 bytes only
             model.set_experts_implementation("eager")
         assert (found == 0) == (ratio == 0) and (found >= ratio or ratio == 1)

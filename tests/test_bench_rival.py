@@ -39,8 +39,8 @@ def test_steps(name: str) -> None:
         step()
 
 
-@pytest.mark.parametrize("new_tokens", [3, 32])
-def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by", "new_tokens"), [("uva", 3), ("prefetch", 32)])
+def test_the_median_of_all_steps(by: str, new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(launch: Callable[[], None], runs: int) -> list[float]:
         for _ in range(3 * runs + 2):
             launch()
@@ -53,17 +53,17 @@ def test_the_median_of_all_steps(new_tokens: int, monkeypatch: pytest.MonkeyPatc
     total = weight_bytes(meta_model(config))
     resident = rival_step("transformers", config, **sizes, device=device)
     assert resident == RivalStep(0.2, 0.0, total)
-    found = rival_step("prefetch", config, ratio=0.5, **sizes, device=device)
+    found = rival_step(by, config, ratio=0.5, **sizes, device=device)
     assert found.seconds == 0.2 and 0.5 <= found.ratio < 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa3-tied"])
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_a_time_on_a_gpu(name: str, ratio: float) -> None:
+@pytest.mark.parametrize(("by", "ratio"), [("prefetch", 0.0), ("prefetch", 0.5), ("uva", 0.5)])
+def test_a_time_on_a_gpu(name: str, by: str, ratio: float) -> None:
     config = replace(tiny(name), dtype="float16")
     device = torch.device("cuda", 0)
     found = rival_step(
-        "prefetch", config, ratio=ratio, batch_size=2, prompt_len=8, new_tokens=9, device=device
+        by, config, ratio=ratio, batch_size=2, prompt_len=8, new_tokens=9, device=device
     )
     assert 0 < found.seconds < 1 and found.ratio >= ratio

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,9 @@ def test_a_figure_alone(tmp_path: Path) -> None:
         (("--only", "fig8,fig99"), 2, "no figure is called 'fig99'", "name any of fig8, "),
         (("--budget", "10"), 2, "'10' is not a time like 90s", "--help"),
         (("--rival", "flexgen"), 2, "'flexgen' is not one of", "--help"),
+        (("--rival", "vllm"), 2, "--rival vllm and --vllm-python need each other", "python of an"),
+        (("--vllm-python", sys.executable), 2, "need each other", "in which vllm is installed"),
+        (("--rival", "vllm", "--vllm-python", "no"), 2, "File 'no' does not exist", "--help"),
         (("--model", "opt-7b"), 2, "'opt-7b': no such model", "did you mean"),
         (("--remote", "peer"), 2, "no remote tier 'peer'", "it has: host"),
         (("--remote", "host,peer"), 2, "no remote tier", "it has: host"),
@@ -494,7 +498,7 @@ def test_an_error_of_a_gpu_that_still_works_is_a_points_problem(
             measurer(point)
 
 
-@pytest.mark.parametrize("by", ["transformers", "prefetch", "accelerate", "vllm"])
+@pytest.mark.parametrize("by", ["transformers", "uva", "vllm-uva"])
 def test_rivals_need_a_gpu(by: str, measurer: Measurer) -> None:
     assert measurer(StepPoint(model=NAME, new_tokens=2, by=by)).problem == "needs a GPU"
 
@@ -502,14 +506,15 @@ def test_rivals_need_a_gpu(by: str, measurer: Measurer) -> None:
 def test_rivals_that_are_missing_say_so() -> None:
     from dakrun.lab.evaluate.rivals import rival
 
-    gpu = torch.device("cuda")
-    config = tiny_model()
-    asked = StepPoint(model=NAME, new_tokens=2, by="vllm")
-    assert rival(asked, config, gpu).problem == "vllm is not installed"
+    gpu, here = torch.device("cuda"), tiny_scope()
+    asked = StepPoint(model=NAME, new_tokens=2, by="vllm-uva")
+    for python in (None, Path("/no/such/python"), Path(sys.executable)):
+        found = rival(asked, replace(here, vllm_python=python), gpu)
+        assert (found.problem, found.again) == ("vllm is not installed", True)
     asked = replace(asked, ratio=0.5, remote="peer:1")
-    assert rival(asked, config, gpu).problem == "vllm offloads to host memory only"
+    assert rival(asked, here, gpu).problem == "vllm-uva offloads to host memory only"
     asked = replace(asked, by="transformers", remote="host")
-    assert rival(asked, config, gpu).problem == "transformers keeps all in HBM"
+    assert rival(asked, here, gpu).problem == "transformers keeps all in HBM"
 
 
 def test_weights_of_rivals_repeat_random_values() -> None:

@@ -1,6 +1,7 @@
 """The page of an evaluation: its parts, its pictures, and the sentences made from results."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -28,7 +29,21 @@ from dakrun.lab.panel import Panel, Series
 from dakrun.models.known import known_model
 
 MODELS = ("opt-30b", "opt-6.7b")
-UNITS = ("GB/s", "(GB)", "ms", "us", "%", "(x)", "tokens", "KiB", "SMs", "(N)", "op", "model", "slots")
+UNITS = (
+    "GB/s",
+    "(GB)",
+    "ms",
+    "us",
+    "%",
+    "(x)",
+    "tokens",
+    "KiB",
+    "SMs",
+    "(N)",
+    "op",
+    "model",
+    "slots",
+)
 BYTES = 6e10
 
 
@@ -212,6 +227,17 @@ def test_rivals_of_figure_10_keep_what_the_budget_holds() -> None:
     ratios = [e.point.figures()["ratio"] for e in large.entries if e.series == "prefetch"]
     assert ratios[0] == 0 < ratios[1] < ratios[3] == ratios[4] == 1
     assert not any(e.series == "prefetch" for e in FIGURES["fig10"].charts(scope_of())[0].entries)
+
+
+def test_rivals_of_figures_1_8_and_9() -> None:
+    rivals = ("transformers", "prefetch", "uva", "accelerate", "vllm-uva")
+    scope = replace(scope_of(quick=False), rivals=rivals)
+    outside = [100 * x for x in scope.some_ratios() if x]
+    wanted = {"transformers": [0], "prefetch": outside, "uva": outside}
+    wanted |= {name: [10, 30, 60] for name in rivals if name not in wanted}
+    for name in ("fig8", "fig9"):
+        chart = FIGURES[name].charts(scope)[0]
+        assert {of: [e.x for e in chart.entries if e.series == of] for of in rivals} == wanted
 
 
 def test_a_cpu_has_no_hbm() -> None:

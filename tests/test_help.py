@@ -19,7 +19,7 @@ COMMANDS = sorted(main.commands)
 # These have no default: the option's absence means that nothing of the kind happens.
 WITHOUT = {
     *("output", "input", "source", "model", "report_path", "plot", "budget", "nodes", "ray"),
-    *("rival", "stop", "kernel"),
+    *("rival", "stop", "kernel", "vllm_python"),
 }
 
 

@@ -31,7 +31,7 @@ KERNELS = ("gemm", "attention", "prompt-attention")
 RIVALS = {
     "attention": ("flashinfer",),
     "prompt-attention": ("flashinfer",),
-    MODEL: ("transformers", "prefetch", "on-demand"),
+    MODEL: ("transformers", "prefetch", "uva", "on-demand"),
 }
 
 # The parameter names of the options that only some subjects of a benchmark have.
@@ -127,7 +127,8 @@ _bench_options = together(
         help="model: also measure transformers' model on a GPU, with random weights and a CUDA "
         "graph for each step. transformers: all in HBM; prefetch: also with whole layers in host "
         "memory, as many as --ratio of the weights needs, copied to HBM ahead of their use; "
-        "on-demand: with experts there, copied when the CPU knows the router's choice (no graph). "
+        "uva: the same, read in place by torch's kernels; on-demand: with experts there, copied "
+        "when the CPU knows the router's choice (no graph). "
         "attention, prompt-attention: also measure FlashInfer's kernel (dakrun[flashinfer]).",
     ),
     count_option(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dakrun.lab.evaluate.figures import Figure
 
 MODELS, QUICK_MODELS = ("opt-30b", "opt-6.7b", "llama-2-7b"), ("opt-6.7b",)
-RIVALS = ("transformers", "prefetch", "accelerate", "vllm")
+RIVALS = ("transformers", "prefetch", "uva", "accelerate", "vllm")
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -58,9 +58,16 @@ class Duration(click.ParamType):
     "rivals",
     choices=RIVALS,
     multiple=True,
-    default=("transformers", "prefetch"),
-    help="Other programs to measure on a GPU, where they are installed; repeatable. prefetch is "
-    "the copying of whole layers that dakrun bench measures.",
+    default=("transformers", "prefetch", "uva"),
+    help="Other programs to measure on a GPU, where they are installed; repeatable. prefetch "
+    "copies whole layers ahead of use, uva reads them in place, both as dakrun bench does.",
+)
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="PATH",
+    help="The python of an environment with vLLM, for --rival vllm, which measures its prefetch "
+    "and its UVA offloader.",
 )
 @option("--predict", is_flag=True, help="Do not measure: predict every point with the planner.")
 @option(
@@ -92,6 +99,7 @@ def evaluate(
     device: Any,
     remote: str,
     rivals: tuple[str, ...],
+    vllm_python: Path | None,
     predict: bool,
     profile: str,
     budget: float | None,
@@ -123,7 +131,8 @@ def evaluate(
         remote=tier,
         quick=quick,
         predict=predict,
-        rivals=tuple(dict.fromkeys(rivals)),
+        rivals=_programs(rivals, vllm_python),
+        vllm_python=vllm_python,
     )
     facts = run.facts(scope, shlex.join(["dakrun", *sys.argv[1:]]))
     store = Store(output, facts["machine"], quick=quick)
@@ -133,6 +142,19 @@ def evaluate(
     source = "predicted" if predict else "measured"
     eprint(f"{done.new} of {done.points} points {source} now{left}")
     click.echo(done.page)
+
+
+def _programs(rivals: tuple[str, ...], vllm_python: Path | None) -> tuple[str, ...]:
+    """The rivals as figures name them: vLLM is two. UsageError if it has no --vllm-python."""
+    if ("vllm" in rivals) != (vllm_python is not None):
+        raise UsageError(
+            "--rival vllm and --vllm-python need each other",
+            hint="--vllm-python is the python of an environment in which vllm is installed",
+        )
+    both = ("vllm-prefetch", "vllm-uva")
+    return tuple(
+        of for name in dict.fromkeys(rivals) for of in (both if name == "vllm" else (name,))
+    )
 
 
 def _names(texts: Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ AUTO: Literal["auto"] = "auto"
 
 ModelRatio = float | Literal["auto"]
 TransportChoice = Literal["auto", "direct", "staged"]
-Rival = Literal["transformers", "prefetch", "on-demand"]
+Rival = Literal["transformers", "prefetch", "uva", "on-demand"]
 Order = Literal["use", "number"]  # of experts in memory
 
 
@@ -63,9 +63,9 @@ class ModelSweep:
     A request has `prompt_len` prompt and `new_tokens` new tokens. `load_format` "dummy" means
     random weights, in `format` (see RunOptions). `policy` has the remote tiers and the budgets.
     `rival` is another program to measure: "transformers" with the whole model in HBM, "prefetch"
-    also with layers in host memory, "on-demand" with experts there. `popularity` is that of experts
-    (see RunOptions): random routers choose by it. Steps with `speculate` drafts a row are measured
-    too, if it is not 0.
+    and "uva" also with layers in host memory, "on-demand" with experts there. `popularity` is that
+    of experts (see RunOptions): random routers choose by it. Steps with `speculate` drafts a row
+    are measured too, if it is not 0.
     """
 
     name: str

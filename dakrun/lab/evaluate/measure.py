@@ -91,7 +91,7 @@ class Measurer:
         if isinstance(point, StepPoint):
             if point.by == "dakrun":
                 return self._steps.step(point)
-            return rival(point, self.scope.models[point.model], self.device)
+            return rival(point, self.scope, self.device)
         if self._kernels is None:
             return op_on_cpu(point, self.scope)
         if isinstance(point, ReadPoint):

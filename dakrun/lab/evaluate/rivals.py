@@ -4,11 +4,11 @@ import importlib.util
 
 import torch
 
-from dakrun.config import ModelConfig
 from dakrun.lab.evaluate.points import Result, StepPoint
+from dakrun.lab.evaluate.scope import Scope
 
 
-def rival(point: StepPoint, config: ModelConfig, device: torch.device) -> Result:
+def rival(point: StepPoint, scope: Scope, device: torch.device) -> Result:
     """The decode step of the program `point.by`; CannotRun if it does not fit."""
     problem, ratio, again = None, point.ratio or 0.0, None
     if device.type != "cuda":
@@ -17,14 +17,15 @@ def rival(point: StepPoint, config: ModelConfig, device: torch.device) -> Result
         problem = f"{point.by} offloads to host memory only"
     elif point.by == "transformers" and ratio:
         problem = "transformers keeps all in HBM"
-    elif importlib.util.find_spec("transformers" if point.by == "prefetch" else point.by) is None:
-        problem, again = f"{point.by} is not installed", True
+    elif missing := _missing(point.by, scope):
+        problem, again = f"{missing} is not installed", True
     if problem:
         return Result(source="measured", problem=problem, again=again)
     from dakrun.lab.rivals.steps import rival_step
 
     sizes = {name: getattr(point, name) for name in ("batch_size", "prompt_len", "new_tokens")}
-    step = rival_step(point.by, config, ratio=ratio, device=device, **sizes)
+    config, python = scope.models[point.model], scope.vllm_python
+    step = rival_step(point.by, config, ratio=ratio, device=device, vllm_python=python, **sizes)
     return Result(
         source="measured",
         seconds=step.seconds,
@@ -33,3 +34,13 @@ def rival(point: StepPoint, config: ModelConfig, device: torch.device) -> Result
         remote_bytes=step.ratio * step.weight_bytes,
         tokens_per_s=point.batch_size / step.seconds,
     )
+
+
+def _missing(by: str, scope: Scope) -> str:
+    """The package that the rival `by` needs and lacks, or an empty text."""
+    if by.startswith("vllm"):
+        from dakrun.lab.rivals.vllm import version
+
+        return "" if scope.vllm_python and version(scope.vllm_python) else "vllm"
+    packages = ("transformers", *(["accelerate"] if by == "accelerate" else []))
+    return next((name for name in packages if importlib.util.find_spec(name) is None), "")

@@ -96,6 +96,10 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
         here = machine_facts(scope.profile)
         machine = here["device"]
         versions |= {name: here[name] for name in ("torch", "cuda", "driver") if here[name]}
+        if scope.vllm_python:
+            from dakrun.lab.rivals.vllm import version
+
+            versions |= {"vllm": version(scope.vllm_python) or "not installed"}
     return {
         "machine": machine,
         "profile": scope.profile.name,

@@ -24,7 +24,8 @@ QUICK_STEPS, FULL_STEPS = 8, 31  # decode steps of a point
 class Scope:
     """What to evaluate: `models` by name, on the machine of `profile`, against `rivals`.
 
-    `remote` names the tier outside HBM. With `quick` figures have fewer points of fewer steps.
+    `remote` names the tier outside HBM. `vllm_python` is the interpreter of an environment with
+    vLLM, for the rivals of it. With `quick` figures have fewer points of fewer steps.
     With `predict` nothing is measured: all points are the planner's.
     """
 
@@ -34,6 +35,7 @@ class Scope:
     quick: bool
     predict: bool
     rivals: Sequence[str] = ()
+    vllm_python: Path | None = None
 
     @property
     def new_tokens(self) -> int:

@@ -5,97 +5,43 @@ a layer in HBM (see `buffers`), and a stream that copies while other layers comp
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
 
 from dakrun.engine import StagingRing
 from dakrun.hardware import LOCAL
-from dakrun.lab.rivals.architecture import decoder_layers, materialise, weight_bytes
-from dakrun.memory.tiers import HOST, Tier, aligned, allocate_tiers
-from dakrun.units import ceil_div
+from dakrun.lab.rivals.host_layers import HostLayers, layer_bytes
+from dakrun.memory.tiers import Tier
 
 
-class Prefetch:
-    """Keeps `count` decoder layers of a transformers `model` in host memory, at least one.
+class Prefetch(HostLayers):
+    """Every pass of the model copies each of its layers in host memory to HBM ahead of its use."""
 
-    Every pass of the model then copies each of them to HBM ahead of its use. The model's parameters
-    may still be on the meta device; `take` moves the values of a layer once it has them, and
-    `ready` follows the last of them. The caller allocates and closes `tiers`, of `tier_bytes`.
-    """
-
-    def __init__(self, model: PreTrainedModel, count: int, tiers: Mapping[str, Tier]) -> None:
-        layers = decoder_layers(model)
-        nbytes = max(layer_bytes(model))
-        self._sources = [tiers[HOST].allocate((nbytes,), torch.uint8) for _ in range(count)]
-        room = tiers[LOCAL].allocate((buffers(count) * nbytes,), torch.uint8)
+    def __init__(
+        self, model: PreTrainedModel, count: int, tiers: Mapping[str, Tier], device: torch.device
+    ) -> None:
+        super().__init__(model, count, tiers, device)
+        room = tiers[LOCAL].allocate((tiers[LOCAL].capacity,), torch.uint8)
         # A single layer is copied while those before it compute: its one buffer is free then.
         self._ring = StagingRing([[source] for source in self._sources], room, early=count > 1)
-        self._numbers = {layers[at]: number for number, at in enumerate(spread(count, len(layers)))}
+        self._places = [place for (place,) in self._ring.staged]
         model.register_forward_pre_hook(lambda *_: self._ring.begin())
         for layer, number in self._numbers.items():
             layer.register_forward_pre_hook(lambda *_, number=number: self._ring.wait(number))
             layer.register_forward_hook(lambda *_, number=number: self._ring.free(number))
         model.register_forward_hook(lambda *_: self._ring.end())
 
-    def take(self, layer: torch.nn.Module) -> None:
-        """Move the values of `layer` to host memory if it is one of the `count`."""
-        if layer not in self._numbers:
-            return
-        number, at = self._numbers[layer], 0
-        (here,), there = self._ring.staged[number], self._sources[number]
-        for parameter in layer.parameters():
-            span = slice(at, at + parameter.nbytes)
-            place, source = (
-                room[span].view(parameter.dtype).view(parameter.shape) for room in (here, there)
-            )
-            source.copy_(parameter)
-            parameter.data = place
-            at += aligned(parameter.nbytes)
-
     def ready(self) -> None:
         """Copy what the first pass expects in HBM."""
         self._ring.fill()
 
-
-@contextmanager
-def built(
-    model: PreTrainedModel, ratio: float, device: torch.device
-) -> Iterator[tuple[PreTrainedModel, float]]:
-    """Put `model`, of transformers on the meta device, on `device` with random weights.
-
-    As many layers as `ratio` of its weight bytes needs are in host memory meanwhile, at most all.
-    Yields the model and the ratio that they are. Raises CannotRun if host memory is short, and
-    torch.OutOfMemoryError.
-    """
-    count = offloaded(model, ratio)
-    if not count:
-        materialise(model, model, device)
-        model.tie_weights()
-        yield model, 0.0
-        return
-    with allocate_tiers(tier_bytes(model, count), device) as tiers:
-        prefetch = Prefetch(model, count, tiers)
-        for layer in decoder_layers(model):  # one by one: HBM may not have room for all
-            materialise(layer, model, device)
-            prefetch.take(layer)
-        materialise(model, model, device)
-        model.tie_weights()
-        prefetch.ready()
-        yield model, _held_bytes(model, count) / weight_bytes(model)
-
-
-def offloaded(model: PreTrainedModel, ratio: float) -> int:
-    """The number of layers that hold `ratio` of the weight bytes, or else all of them."""
-    wanted, most = ratio * weight_bytes(model) * (1 - 1e-9), len(decoder_layers(model))
-    return next((n for n in range(most) if _held_bytes(model, n) >= wanted), most)
-
-
-def spread(count: int, layers: int) -> list[int]:
-    """The numbers of `count` of `layers` layers, each the last one of a group; evenly spread."""
-    return [ceil_div(number * layers, count) - 1 for number in range(1, count + 1)]
+    @staticmethod
+    def tier_bytes(model: PreTrainedModel, count: int) -> dict[str, int]:
+        """Bytes of each tier for `count` layers of `model` in host memory."""
+        room = buffers(count) * max(layer_bytes(model))
+        return {LOCAL: room, **HostLayers.tier_bytes(model, count)}
 
 
 def buffers(count: int) -> int:
@@ -105,20 +51,3 @@ def buffers(count: int) -> int:
     follow at once.
     """
     return next(n for n in itertools.count(2) if (count - 1) % n) if count > 1 else 1
-
-
-def tier_bytes(model: PreTrainedModel, count: int) -> dict[str, int]:
-    """Bytes of each tier for `count` layers of `model` in host memory."""
-    nbytes = max(layer_bytes(model))
-    return {LOCAL: buffers(count) * nbytes, HOST: count * nbytes}
-
-
-def layer_bytes(model: PreTrainedModel) -> list[int]:
-    """Bytes of each decoder layer with its parameters one after the other."""
-    return [sum(aligned(p.nbytes) for p in layer.parameters()) for layer in decoder_layers(model)]
-
-
-def _held_bytes(model: PreTrainedModel, count: int) -> int:
-    """Bytes of the `count` layers that are in host memory."""
-    sizes = layer_bytes(model)
-    return sum(sizes[at] for at in spread(count, len(sizes)))

@@ -9,14 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, StaticCache
 
 from dakrun.config import ModelConfig
 from dakrun.lab.chain import graph_seconds
-from dakrun.lab.rivals import on_demand, prefetch, vllm
+from dakrun.lab.rivals import on_demand, vllm
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model, weight_bytes
+from dakrun.lab.rivals.host_layers import HostLayers, built
+from dakrun.lab.rivals.prefetch import Prefetch
 from dakrun.units import ceil_div
 
 ALIGNMENT = 8  # positions: torch's attention needs mask rows aligned to 16 bytes
@@ -34,22 +37,24 @@ class RivalStep:
 
 def rival_step(
     name: str, config: ModelConfig, *, ratio: float = 0.0, batch_size: int, prompt_len: int,
-    new_tokens: int, device: torch.device,
+    new_tokens: int, device: torch.device, vllm_python: Path | None = None,
 ) -> RivalStep:  # fmt: skip
     """The median of as many decode steps on `device` as `new_tokens` allow.
 
     `ratio` of the weight bytes is in host memory. "prefetch" has whole layers there and copies them
-    ahead of use; "on-demand" has experts there, "accelerate" the last layers, and both copy at use;
-    "vllm" offloads in its own way; "transformers" has all weights in HBM. Steps are CUDA graphs,
-    but for "on-demand" and "accelerate", which wait for the CPU. Raises CannotRun if the
+    ahead of use, "uva" reads them in place; "on-demand" has experts there, "accelerate" the last
+    layers, and both copy at use; "transformers" has all weights in HBM. "vllm-prefetch" and
+    "vllm-uva" are vLLM with its offloaders, by the interpreter `vllm_python`. Steps are CUDA
+    graphs, but for "on-demand" and "accelerate", which wait for the CPU. Raises CannotRun if the
     program has no such model or host memory is short, and torch.OutOfMemoryError if the model
     does not fit the GPU.
     """
     whole = meta_model(config)
     total = weight_bytes(whole)
-    if name == "vllm":
+    if name in vllm.RIVALS:
+        assert vllm_python
         sizes = {"batch_size": batch_size, "prompt_len": prompt_len, "new_tokens": new_tokens}
-        return RivalStep(vllm.step_seconds(config, ratio * total, **sizes), ratio, total)
+        return RivalStep(*vllm.step(vllm_python, name, whole, ratio, **sizes), total)
     runs = max(2, (new_tokens - 2) // 3)  # graph_seconds() runs up to 3 x runs + 2 steps
     room, warm_up = prompt_len + max(new_tokens, 3 * runs + 2), runs
     if eager := name == "accelerate":
@@ -58,7 +63,7 @@ def rival_step(
     elif eager := name == "on-demand" and ratio > 0:
         place = on_demand.built(whole, config, ratio, device, batch_size)
     else:
-        place = prefetch.built(whole, ratio, device)
+        place = built(whole, ratio, device, Prefetch if name == "prefetch" else HostLayers)
     with torch.device(device), torch.inference_mode(), place as (model, found):
         step = Step(model, torch.randint(config.vocab_size, (batch_size, prompt_len)), room)
         times = _eager_seconds(step, warm_up, runs, device) if eager else graph_seconds(step, runs)

@@ -72,7 +72,8 @@ class Ratios(Figure):
         None with many rows in a quick run.
         """
         few = [0.1] if scope.quick else [0.1, 0.3, 0.6]
-        ratios = {"transformers": [0.0], "prefetch": [x for x in scope.some_ratios() if x]}
+        outside = [x for x in scope.some_ratios() if x]
+        ratios = {"transformers": [0.0], "prefetch": outside, "uva": outside}
         for rival in scope.rivals if self.batch_size < 64 or not scope.quick else []:
             for ratio in ratios.get(rival, few):
                 yield rival, ratio, 1 if rival == "prefetch" else 2
