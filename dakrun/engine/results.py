@@ -70,6 +70,8 @@ def _answer(
     """The parts of the text of `tokens`; None if it has neither a thought nor calls of tools."""
     reply = r.request.reply
     thought, form = reply.thought, reply.call_format
+    if not (thought or form):
+        return None
     marks = thought.markers if thought else ()
     text = added.text(tokens, r.stop, keep=marks)
     reasoning, content = thought.split(text) if thought else (None, text)
