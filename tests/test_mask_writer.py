@@ -4,6 +4,7 @@ A test plays the GPU: it waits for a slot's counter, reads the mask, and writes 
 """
 
 import ctypes
+import sys
 import time
 from pathlib import Path
 
@@ -88,6 +89,18 @@ def test_masks_follow_the_tokens_of_each_slot(grammars: Grammars, log: torch.Ten
         assert one.allowed() == [END]  # a step that was launched before the end was known
     writer.release_all()
     assert not any(one.waits for one in steps)
+
+
+def test_the_thread_waits_less_for_python(grammars: Grammars, log: torch.Tensor) -> None:
+    """Others give it Python's lock sooner while it runs."""
+    before = sys.getswitchinterval()
+    writer = MaskWriter(log, VOCAB, ahead=2)
+    assert sys.getswitchinterval() == before
+    for _ in range(2):
+        writer.begin(0, choice(grammars, "he").guide(), 5)
+        assert sys.getswitchinterval() < before
+        writer.release_all()
+        assert sys.getswitchinterval() == before
 
 
 def test_what_a_grammar_forces_is_known(grammars: Grammars, log: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ each slot's guide go on, and writes the next mask. It makes no CUDA call: those 
 kernel that waits for the thread.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,10 @@ from dakrun.kernels import TokenMask, mask_words
 from dakrun.memory.limits import usable_cores
 
 NOT_YET = -3  # in the log, in place of a token that has not been chosen yet
-POLL_S = 100e-6  # between looks at the log: little beside a step
+# Between looks at the log: an eighth of the time that has passed since something was found there,
+# within limits. Each look takes Python's lock from the threads that launch steps and write results.
+POLL_S, MAX_POLL_S = 100e-6, 1e-3
+SWITCH_S = 500e-6  # the thread gets that lock within this time, several times for each mask
 END_WAITS = -1  # the counter of a slot where no step waits
 
 
@@ -82,6 +86,8 @@ class MaskWriter:
             self._begun[slot] = _Guided(guide, base, position, self._turn + 1)
         if self._thread is None:
             self._stop.clear()
+            self._switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_S, self._switch_s))
             self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
             self._thread.start()
         bits = self._masks.data_ptr() + slot * self._words * 4
@@ -127,6 +133,7 @@ class MaskWriter:
             self._stop.set()
             self._thread.join()
             self._thread = None
+            sys.setswitchinterval(self._switch_s)
         self._problem = None
 
     def check(self) -> None:
@@ -155,9 +162,14 @@ class MaskWriter:
     def _run(self) -> None:
         try:
             guides = ParallelGuides(max(1, usable_cores() - 1))
+            found = time.perf_counter()
             while not self._stop.is_set():
-                if not (self._begin_some(guides) or self._go_on(guides)):
-                    time.sleep(POLL_S)
+                done = self._begin_some(guides) or self._go_on(guides)
+                now = time.perf_counter()
+                if done:
+                    found = now
+                else:
+                    time.sleep(min(max(POLL_S, (now - found) / 8), MAX_POLL_S))
         except BaseException as problem:
             self._problem = problem
             with self._lock:
