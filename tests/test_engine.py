@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Accepted, Step
+from dakrun.engine import Accepted, Step, engine
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
@@ -155,6 +156,46 @@ def test_requests_that_arrive_late(path: Path) -> None:
         for result in llm.stream(source()):
             found.append(result.id)
     assert sorted(found) == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_results_wait_for_a_device_that_wants_steps(
+    path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller may take its time with them. At an error they come first."""
+    rows = [*requests(2, max_tokens=3), *requests(5, max_tokens=9)[2:]]
+
+    def run(*, ended: bool, delay_s: float) -> list[tuple[str, int]]:
+        """The ids of results, each with the number of steps launched before it."""
+        found, launched = [], 0
+        with load(path, batch_size=3) as llm, monkeypatch.context() as patch:
+            runner = llm.engine.runner
+            launch = runner.launch
+
+            def counted(step: Step) -> None:
+                nonlocal launched
+                launched += 1
+                if fails and launched == 8:
+                    raise RuntimeError("a bug")
+                launch(step)
+
+            patch.setattr(runner, "ahead", 2)
+            patch.setattr(runner, "launch", counted)
+            patch.setattr(runner, "has_ended", lambda: ended)
+            patch.setattr(engine, "RESULT_DELAY_S", delay_s)
+            with pytest.raises(RuntimeError, match="a bug") if fails else nullcontext():
+                for one in llm.stream(rows):
+                    found.append((one.id, launched))
+            assert llm.engine.stats.running_tokens == 0
+        return found
+
+    at_once, with_two_ahead = run(ended=True, delay_s=0), run(ended=False, delay_s=60)
+    late = run(ended=True, delay_s=60)
+    ids = ["r0", "r1"] if fails else ["r0", "r1", "r2", "r3", "r4"]
+    assert [[name for name, _ in one] for one in (at_once, with_two_ahead, late)] == [ids] * 3
+    assert [one[0][1] for one in (at_once, with_two_ahead)] == [4, 5]
+    assert len({launched for _, launched in late}) == 1
+    assert late[0][1] == 8 if fails else late[0][1] > at_once[2][1]
 
 
 def test_an_id_may_be_used_again(path: Path) -> None:

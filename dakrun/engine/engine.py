@@ -42,6 +42,7 @@ class _Launched:
 
 
 _NO_MORE = object()  # in place of a request: the run has all of them
+RESULT_DELAY_S = 0.5  # that a result waits at most while the CPU has no time for it
 
 
 class Engine:
@@ -74,11 +75,14 @@ class Engine:
         self._closed = False
         self._collected = 0.0  # time of the last collection
         self._steps: deque[_Launched] = deque()
+        self._ended: deque[tuple[RequestState, Reason]] = deque()  # without a result yet, and why
 
     def generate(
         self, requests: Iterable[Request | None]
     ) -> Generator[Completion | RowError, None, None]:
         """Completions in the order in which they finish; requests are taken as there is room.
+
+        They are made and yielded while the device computes, since the caller may take its time.
 
         None in place of a request says that none has arrived: the others go on, and the next is
         asked for after a step. When nothing runs, `requests` should wait for one instead.
@@ -101,6 +105,7 @@ class Engine:
             while True:
                 while self._steps and not (self._running or self._beginning()):
                     self._collect()  # steps of ended requests alone: `source` may take its time
+                yield from self._results()
                 none_now = yield from self._admit_waiting(source)
                 if self._closed:
                     raise UsageError(
@@ -109,10 +114,13 @@ class Engine:
                 if self._launch(none_now=none_now):
                     continue
                 if self._steps:
-                    for r, reason in self._collect():
-                        yield self._end(r, reason)
+                    self._collect()
                 elif self._exhausted and not (self.preemption.queue or self._beginning()):
                     return
+        except Exception:
+            self._steps.clear()
+            yield from self._results()
+            raise
         finally:
             self._drop_all()
             self._one_run.release()
@@ -145,6 +153,7 @@ class Engine:
     def _drop_all(self) -> None:
         """Forget all requests, and free their KV blocks and copies."""
         self._steps.clear()
+        self._ended.clear()
         self.stats.running_tokens = 0
         for r in self._running:
             self.preemption.free_copies(r)
@@ -258,8 +267,8 @@ class Engine:
         shared = sum(map(cache.borrowed, range(len(cache.counts)))) * KV_BLOCK
         return (positions + shared) * self._kv_bytes
 
-    def _collect(self) -> list[tuple[RequestState, Reason]]:
-        """Record the tokens of the oldest step; returns the requests that end with them, and why.
+    def _collect(self) -> None:
+        """Record the tokens of the oldest step, and end the requests that end with them.
 
         Tokens of requests that ended before are dropped.
         """
@@ -283,7 +292,8 @@ class Engine:
                 r.logprobs += likeliest[: len(r.tokens) - len(r.logprobs)]
         for r, scores in zip(requests, accepted.scores, strict=False):
             r.scores += scores
-        return ending
+        for r, reason in ending:
+            self._end(r, reason)
 
     def _count_step(self, launched: _Launched, accepted: Accepted, now: float) -> None:
         """Add a step to the totals, and correct the positions of rows by their accepted drafts."""
@@ -303,15 +313,30 @@ class Engine:
         self.stats.count_drafts(accepted)
         self.stats.draft_lost_s = self._drafts.rejected_s
 
-    def _end(self, r: RequestState, reason: Reason) -> Completion | RowError:
-        """Take `r` out of its slot, and give its result."""
+    def _end(self, r: RequestState, reason: Reason) -> None:
+        """Take `r` out of its slot; its result follows."""
         r.ended = True
         self._running.remove(r)
         self.admission.release(r)
         self.preemption.free_copies(r)
-        self.stats.running_tokens -= len(r.tokens)
-        result = self.answers.result(r, reason)
-        if isinstance(result, Completion):
+        if reason != "error":
             self.admission.count_end(r)
-            self.stats.count_end(r, result)
-        return result
+        self._ended.append((r, reason))
+
+    def _results(self) -> Iterator[Completion | RowError]:
+        """The results of requests that have ended, in the time that steps leave.
+
+        If the device wants another step first, they wait RESULT_DELAY_S at most.
+        """
+        while self._ended:
+            r, reason = self._ended[0]
+            busy = len(self._steps) >= self.runner.ahead and not self.runner.has_ended()
+            late = time.perf_counter() - r.last_token > RESULT_DELAY_S
+            if self._steps and not (busy or late):
+                return
+            self._ended.popleft()
+            self.stats.running_tokens -= len(r.tokens)
+            result = self.answers.result(r, reason)
+            if isinstance(result, Completion):
+                self.stats.count_end(r, result)
+            yield result

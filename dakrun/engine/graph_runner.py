@@ -215,6 +215,10 @@ class GraphRunner:
         if self._verify:
             self._verify.begin([row], chosen=False)
 
+    def has_ended(self) -> bool:
+        """Whether the oldest step has ended, or all were dropped."""
+        return not self._steps or self._steps[0].end.query()
+
     @torch.inference_mode()
     def collect(self) -> Accepted:
         """The tokens accepted in the oldest step."""

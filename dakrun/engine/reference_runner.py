@@ -225,6 +225,10 @@ class ReferenceRunner:
         if self.drafter is not None:
             self.drafter.begin(row.slot, row.sampling.history.last(row.last + 1))
 
+    def has_ended(self) -> bool:
+        """No device waits: steps are computed in `launch`."""
+        return False
+
     def collect(self) -> Accepted:
         """The tokens accepted in the oldest step."""
         return self._accepted.popleft()

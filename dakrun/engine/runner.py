@@ -62,6 +62,10 @@ class Runner(Protocol):
         """Let the token of `row` be the newest of its slot, which is filled up to `row.start`."""
         ...
 
+    def has_ended(self) -> bool:
+        """Whether the oldest step has ended, so that a device soon waits for the next one."""
+        ...
+
     def collect(self) -> Accepted:
         """The tokens accepted in the oldest step; waits for them."""
         ...
