@@ -232,6 +232,7 @@ class LLM(OfflineCalls):
         """
         stats = self._engine.stats if self._engine else None
         self.close()
+        gc.unfreeze()  # cli/generate.py froze them
         gc.collect()  # the failed engine's tensors, some of which are in cycles
         torch.cuda.empty_cache()
         budget = self.plan.budgets[0] - max(missing, RESERVE_BYTES)

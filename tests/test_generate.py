@@ -1,5 +1,6 @@
 """`dakrun generate` and `dakrun demo` from the command line, on the bundled model."""
 
+import gc
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from dakrun.cli import main
 from dakrun.demo import MODEL, task
+from dakrun.engine import ReferenceRunner, Step
 from dakrun.llm import LLM
 from dakrun.resources import resource_dir
 
@@ -132,6 +134,22 @@ def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None
     total = tiers["host"]["weights_bytes"] + tiers["hbm"]["weights_bytes"]
     assert abs(tiers["host"]["weights_bytes"] / total - 0.5) < 0.05
     assert {op["name"] for op in report["ops"]} >= {"qkv", "attention", "lm_head"}
+
+
+def test_a_run_leaves_what_is_loaded_to_no_garbage_collection(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at all objects of all modules would take as long as several steps."""
+    counts, launch = [], ReferenceRunner.launch
+
+    def counted(runner: ReferenceRunner, step: Step) -> None:
+        counts.append((gc.get_freeze_count(), len(gc.get_objects())))
+        launch(runner, step)
+
+    monkeypatch.setattr(ReferenceRunner, "launch", counted)
+    assert run(*base(prompts, tmp_path / "out.jsonl")).exit_code == 0
+    assert counts and all(frozen > others for frozen, others in counts)
+    assert gc.get_freeze_count() == 0
 
 
 def test_bad_rows_become_error_rows_and_exit_1(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command `dakrun generate`: the prompts of a file completed, on this machine or on Ray's."""
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -239,7 +240,7 @@ def generate(
         foretold = None if resume else forecast
         if foretold is not None:
             say(f"{foretold} (with as many tokens as rows may take)")
-        with llm:
+        with llm, _kept_from_collection():
             start = time.perf_counter()
             with (
                 writer,
@@ -279,6 +280,21 @@ def _nothing_begun() -> Iterator[None]:
         raise Interrupted(
             "no row has begun", hint="to go on, run the same command again", cause=stop
         ) from None
+
+
+@contextmanager
+def _kept_from_collection() -> Iterator[None]:
+    """In the block, let the garbage collector skip the objects that are there before it.
+
+    These are hundreds of thousands, of all modules. To look at them takes as long as several steps,
+    and nothing is launched meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _say_nothing(text: str) -> None:
