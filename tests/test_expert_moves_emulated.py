@@ -20,6 +20,7 @@ from dakrun.engine import (
     Prefill,
     expert_copies,
     expert_moves,
+    graph_runner,
     tier_accesses,
 )
 from dakrun.engine.kv_cache import KVCache
@@ -111,6 +112,16 @@ def test_tokens_are_those_of_experts_that_stay(
     if late:
         monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
     check(path, wanted)
+
+
+def test_steps_that_only_measure_count_no_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_runner, "replay_seconds", lambda launches: len(launches()))
+    engine = engine_of(skewed(tmp_path / "model"), 0.0)
+    assert engine.op_seconds(9)["experts_down"] == 1, "measured in the one layer with experts"
+    assert engine.runner.expert_use is not None
+    assert not engine.runner.expert_use.table.any()
 
 
 class LateStream:

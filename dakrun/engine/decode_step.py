@@ -149,6 +149,7 @@ class DecodeStep:
         Matrices are not staged. An op's launches may be repeated, to time them alone.
         """
         n, backend = sum(bucket), self.backend.staged_by(None)
+        backend.expert_use = None  # the tokens are no request's
         self.cascades = False
         recorder = _Recorder(backend)
         attention = recorder.recorded(self.attention(bucket))
