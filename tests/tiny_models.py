@@ -114,7 +114,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "glm4-moe": Glm4MoeConfig(
         num_attention_heads=6, num_key_value_heads=2, head_dim=80, n_routed_experts=12,
         num_experts_per_tok=3, moe_intermediate_size=56, n_shared_experts=2, n_group=4,
-        topk_group=2, routed_scaling_factor=2.5, attention_bias=True, use_qk_norm=True, **_LLAMA,
+        topk_group=2, routed_scaling_factor=2.5, attention_bias=True, use_qk_norm=True,
+        **(_LLAMA | {"intermediate_size": 1096}),
     ),
 }  # fmt: skip
 

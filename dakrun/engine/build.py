@@ -40,16 +40,29 @@ from dakrun.plan import (
     ring_bytes,
     spare_experts,
 )
-from dakrun.weights.loading import OnLoad, Packing, Tensors, can_pack, load
+from dakrun.weights.loading import OnLoad, Packing, Tensors, load, unreadable
 
 SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # maximum rows of X by variant
 
 
 def runs_on_kernels(plan: Plan, device: torch.device) -> bool:
     """Whether `device` has kernels for all ops of the plan's model."""
-    model = plan.model
-    fits = can_pack(plan) and model.kv_layout.has_kernels(model.num_heads)
-    return fits and _experts_fit(model) and has_kernels(device)
+    return has_kernels(device) and _without_kernels(plan) is None
+
+
+def _without_kernels(plan: Plan) -> str | None:
+    """What of the plan's model no kernel takes; None if kernels take all of it."""
+    model, heads = plan.model, plan.model.kv_layout
+    if (op := unreadable(plan)) is not None:
+        return f"{op.name}, a matrix of {op.shape[1]} columns in {model.dtype}"
+    if not heads.has_kernels(model.num_heads):
+        counts = f"{model.num_heads} query heads and {heads.kv_heads} KV heads"
+        return f"attention, {counts} of {heads.head_dim} elements in {model.dtype}"
+    if model.mixture and not _experts_fit(model):
+        rule, size = model.mixture.routing, model.mixture.ffn_size
+        chosen = f"{rule.top_k} of {rule.experts} in {rule.groups} groups"
+        return f"experts, {chosen}, {size} rows by {model.hidden_size} columns each"
+    return None
 
 
 def _experts_fit(model: ModelConfig) -> bool:
@@ -66,7 +79,7 @@ def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
         return None
     if not has_kernels(device):
         return f"{torch.cuda.get_device_name(device)} lacks what the kernels need (dakrun doctor)"
-    return f"there are no kernels for {plan.model.name}'s dtype or shapes"
+    return f"there are no kernels for {plan.model.name}'s {_without_kernels(plan)}"
 
 
 def build_runner(

@@ -11,16 +11,16 @@ from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.convert import convert_checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.gguf_files import convert_gguf
-from dakrun.weights.loading import Packing, Weights, can_pack, load, tier_capacities
+from dakrun.weights.loading import Packing, Weights, load, tier_capacities, unreadable
 
 __all__ = [
     "Checkpoint",
     "Dummy",
     "Packing",
     "Weights",
-    "can_pack",
     "convert_checkpoint",
     "convert_gguf",
     "load",
     "tier_capacities",
+    "unreadable",
 ]

@@ -27,7 +27,7 @@ from dakrun.models.experts import Experts
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Matrix, Norm
 from dakrun.models.operands import Request, Source
-from dakrun.plan import Plan
+from dakrun.plan import Op, Plan
 from dakrun.weights.parts import Decoded
 from dakrun.weights.streaming import reader_count
 
@@ -70,10 +70,13 @@ class Packing:
     card: Card
 
 
-def can_pack(plan: Plan) -> bool:
-    """Whether the GPU's kernels can read all matrices of the plan's model."""
-    formats = ((op.op.stored().packed, op.op.shape[1]) for op in plan.weights())
-    return all(packed is not None and packed.takes(cols) for packed, cols in formats)
+def unreadable(plan: Plan) -> Op | None:
+    """The first matrix of the plan's model that the GPU's kernels cannot read; None if none is."""
+    for op in (one.op for one in plan.weights()):
+        packed = op.stored().packed
+        if packed is None or not packed.takes(op.shape[1]):
+            return op
+    return None
 
 
 def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
@@ -98,7 +101,7 @@ def load(
 ) -> Weights:
     """Allocate and fill the model's operands, in the plan's dtype; all but matrices on `device`.
 
-    With `packing`, which needs can_pack(plan), matrices are packed, with norms folded in; a fold
+    With `packing`, where none is `unreadable`, matrices are packed, with norms folded in; a fold
     changes a matrix's bias, or adds one. Without `packing` they keep the checkpoint's rows. Codes
     and scales of quantized matrices keep their values in both cases. `on_load` is called as pieces
     are loaded. Raises CannotRun if the source lacks a tensor of the model (before anything is
