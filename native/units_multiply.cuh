@@ -22,6 +22,8 @@ constexpr int kAtOnce = TILES == 1 || !kFewRegisters ? 4 : 2;  // row blocks
 constexpr int kLoadedSteps = kFewRegisters && kCodeBits == 8 ? 2 / TILES
                              : kFewRegisters || TILES == 1 ? 4
                                                            : kWordSteps;
+// Of a unit's atoms: the loads of the second go beside the products of the first.
+constexpr int kUnrolledAtoms = ZEROS && GROUP < kAtomK ? 1 : kUnitAtoms;
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators
@@ -54,7 +56,7 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x_address, b
       }
     }
   };
-#pragma unroll 1  // takes fewer registers
+#pragma unroll kUnrolledAtoms
   for (int atom = 0; atom < kUnitAtoms; atom++, x.next_atom()) {
     Codes<kLoadedSteps> codes[row_blocks];
 #pragma unroll
