@@ -1,9 +1,10 @@
 // Grouped SplitK_GEMM: products of few rows with the matrices of the experts that they chose, which
-// are stacked, expert after expert, in several memory tiers. With -DDOWN=0 it gates, with -DDOWN=1
-// it adds up the experts of each token:
+// are stacked, expert after expert, in several memory tiers. With -DOUTPUTS=0 it gates, with
+// -DOUTPUTS=1 it adds up the experts of each token, with -DOUTPUTS=2 it does neither:
 //
 //   y[pair] = silu(gate W x[token of the pair]) * (up W x[token of the pair])
 //   y[token] += sum over the token's pairs of weight of the pair * W x[pair]
+//   y[pair] = W x[pair]
 //
 //   grid: one CTA per SM; each tier has CTAs of its own
 //   each CTA:
@@ -15,7 +16,7 @@
 //                       empty stage; copy W
 //     X producer warp:  wait for the predecessor kernel; for the same stages, copy the rows of X
 //     consumers, 8 warps of two row blocks each (with units: units_multiply.cuh):
-//       for each item, with -DDOWN=1 and no units the two warpgroups in turns:
+//       for each item, with -DOUTPUTS=1 and no units the two warpgroups in turns:
 //         acc = 0; for each stage: acc += W X^T
 //         gate:  y = silu(gate) * up
 //         down:  store weight * acc; the last one to arrive of a token's experts adds them up
@@ -25,7 +26,7 @@
 //
 // PDL: the gating launch waits for the router before anything else, and lets its successor start
 // after that. So the list is complete when the launch that adds up starts: this launch reads the
-// list and W ahead of its own wait.
+// list and W ahead of its own wait, as does one that stores products by a list that is given.
 
 #include "grouped_splitk_epilogue.cuh"
 #include "grouped_splitk_producer.cuh"
@@ -47,10 +48,12 @@ __device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
 }
 
 __device__ __forceinline__ void store(const Outputs& outputs, const Accumulators& acc) {
-  if (kDown) {
+  if (kGates) {
+    outputs.store_gated(acc);
+  } else if (kAdds) {
     outputs.add(acc);
   } else {
-    outputs.store_gated(acc);
+    outputs.store(acc);
   }
 }
 
@@ -151,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   if (args.shifts != nullptr && threadIdx.x * 16 < args.experts)
     ptx::prefetch(args.shifts + threadIdx.x * 16);
   // Only behind the router's end may a successor start that reads its list.
-  if (!kDown) ptx::wait_for_dependencies();
+  if (kGates) ptx::wait_for_dependencies();
   ptx::launch_dependents();
   if (idle) return fill_sm();
   if (warp == kWProducer) chosen.list(args);

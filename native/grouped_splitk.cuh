@@ -8,11 +8,12 @@ constexpr int kMaxStages = SPLITK_MAX_STAGES;
 constexpr int kMaxExperts = MAX_EXPERTS;
 static_assert(kThreads == kConsumers + 2 * 32, "consumers, a producer warp for W and one for X");
 
-// A variant has -DDOWN=1 if it sums up a token's experts; else it gates.
-constexpr bool kDown = DOWN;
+// A variant gates its products with -DOUTPUTS=0, adds up those of a token's experts with 1, and
+// stores them as they are with 2.
+constexpr bool kGates = OUTPUTS == 0, kAdds = OUTPUTS == 1;
 // Down's K is short, and its epilogue waits for memory. So its warpgroups take items in turns, one
 // in its epilogue while the other multiplies.
-constexpr bool kTurns = kDown && !kHasUnits;
+constexpr bool kTurns = kAdds && !kHasUnits;
 constexpr int kItemRowBlocks = (kTurns ? 1 : kWarpgroups) * kTileRowBlocks;
 static_assert(!kHasUnits || TILES <= 2, "units: at most 16 rows of X at a time");
 
@@ -54,13 +55,13 @@ struct GroupedSplitKArgs {
   int stage_row_blocks;  // row blocks times atoms of a stage, at most
   int top_k;             // experts of a token
   CtaOrder order;
-  const Element* x;      // [tokens, k]; with -DDOWN=1 [pairs, k]
-  const int* tokens;     // [pairs]: the token of each
-  const float* weights;  // [pairs]: of the expert; with -DDOWN=1
-  const int* places;     // [tokens, top_k]: a token's pairs; with -DDOWN=1
-  Element* y;            // [pairs, m / 2]; with -DDOWN=1 [tokens, m], to which sums are added
-  float* partials;       // [pairs, m]: weighted products; with -DDOWN=1
-  int* arrivals;         // [tokens, expert_row_blocks], zeros before and after; with -DDOWN=1
+  const Element* x;      // [pairs, k]; gates: [tokens, k]
+  const int* tokens;     // [pairs]: the token of each; gates and sums
+  const float* weights;  // [pairs]: of the expert; sums
+  const int* places;     // [tokens, top_k]: a token's pairs; sums
+  Element* y;            // [pairs, m]; gates: [pairs, m / 2]; sums are added to [tokens, m]
+  float* partials;       // [pairs, m]: weighted products; sums
+  int* arrivals;         // [tokens, expert_row_blocks], zeros before and after; sums
   GroupedTier tiers[kMaxTiers + 1];  // one more for the last tier's end
 };
 

@@ -1,4 +1,5 @@
-// The epilogues of the grouped SplitK_GEMM: gates times ups, or the sum over a token's experts.
+// The epilogues of the grouped SplitK_GEMM: gates times ups, the sum over a token's experts, or the
+// products.
 #pragma once
 
 #include "grouped_splitk.cuh"
@@ -9,7 +10,7 @@ constexpr int kPairsOfThread = 2 * TILES;  // of accumulators: exchange() says w
 // `row_blocks` exist, for the rows of X of an item. Tokens and weights of the item's pairs are loaded
 // before the products where registers allow, to hide their latency.
 struct Outputs {
-  static constexpr bool kEarly = kDown && TILES <= 2 && !kHasUnits;
+  static constexpr bool kEarly = kAdds && TILES <= 2 && !kHasUnits;
   // Products of a token that are loaded together: of so many experts, in so many row blocks.
   static constexpr int kAtOnce = 8, kBlocks = kEarly ? 2 : 1;
 
@@ -41,6 +42,20 @@ struct Outputs {
       if (!exists(i)) continue;
       const int64_t row = pair + x_row(i);
       convert(args.y[row * (m / 2) + w_row(i) / 2], silu_mul(sums[i].x, sums[i].y));
+    }
+  }
+
+  // Stores products as they are.
+  __device__ __forceinline__ void store(const Accumulators& acc) const {
+    float2 products[kPairsOfThread];
+    exchange(acc, products);
+    const int m = args.expert_row_blocks * kRowsPerBlock;
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      if (!exists(i)) continue;
+      const int64_t row = pair + x_row(i);
+      *reinterpret_cast<uint32_t*>(args.y + row * m + w_row(i)) =
+          packed(products[i].x, products[i].y);
     }
   }
 

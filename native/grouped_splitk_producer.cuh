@@ -92,7 +92,7 @@ __device__ __forceinline__ void produce_x(const GroupedSplitKArgs& args, const R
     for (int i = 0; i < kRowsOfLane; i++) {
       const int pair = at.pair + lane + 32 * i;
       if (lane + 32 * i >= at.pairs) continue;
-      rows[i] = args.x + static_cast<int64_t>(kDown ? pair : args.tokens[pair]) * args.k;
+      rows[i] = args.x + static_cast<int64_t>(kGates ? args.tokens[pair] : pair) * args.k;
     }
     const int stage_cols = at.stage_atoms * kAtomK;
     for (int k = 0; k < args.atoms * kAtomK; k += stage_cols, issued++) {

@@ -16,7 +16,7 @@ from dakrun.config import Routing
 from dakrun.formats import PACKED16, Split, WeightFormat
 from dakrun.formats.device_layout import Quantised
 from dakrun.kernels.experts import grouped_splitk
-from dakrun.kernels.experts.grouped_splitk import PairSums, down, gate_up
+from dakrun.kernels.experts.grouped_splitk import PairSums, down, gate_up, multiply
 from dakrun.kernels.experts.route import Routed
 from dakrun.kernels.runtime import card_of, jit
 from dakrun.launches import GroupedConfig, TierAccess, expert_splits, grouped_config
@@ -116,6 +116,20 @@ def added(choices: list[list[int]], matrix: TieredMatrix, experts: int, device: 
     return found[0].cpu(), wanted
 
 
+def stored(choices: list[list[int]], matrix: TieredMatrix, experts: int, device: str,
+           **change: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """multiply() of random pairs; and in float64 [pairs, M]."""
+    given, m = routed(choices, experts, device), matrix.shape[0] // experts
+    pairs = int(given.ends[-1])
+    x = normal(pairs, matrix.shape[1], dtype=matrix.dtype, device=device)
+    out = torch.full((pairs, m), math.nan, dtype=matrix.dtype, device=device)
+    config = dataclasses.replace(config_of(matrix, given, len(choices)), **change)
+    multiply(x, given.ends, matrix, config, out)
+    dense = matrix.dense().view(experts, m, -1)
+    numbers = torch.tensor(sorted(e for own in choices for e in own))
+    return out.cpu(), torch.einsum("pk,pmk->pm", x.cpu().double(), dense[numbers].double())
+
+
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got.double() - exact).norm() / exact.norm()).item()
 
@@ -128,7 +142,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("run", [gated, added])
+@pytest.mark.parametrize("run", [gated, added, stored])
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize(("m", "k"), [(24, 200), (144, 328)])
 def test_it_is_exact(
@@ -143,7 +157,7 @@ def test_it_is_exact(
         assert run(choices, matrix, 6, kernel_device)[0].equal(found), counts
 
 
-@pytest.mark.parametrize("run", [gated, added])
+@pytest.mark.parametrize("run", [gated, added, stored])
 @pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 @pytest.mark.parametrize("rows", [1, 13])
 def test_formats(run: Any, layout: Quantised, rows: int, kernel_device: str) -> None:
@@ -171,7 +185,7 @@ def test_experts_lie_elsewhere_than_at_their_places(
     assert found.equal(wanted)
 
 
-@pytest.mark.parametrize("run", [gated, added])
+@pytest.mark.parametrize("run", [gated, added, stored])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_an_expert_with_more_rows_than_tiles_reads_its_matrix_again(
     run: Any, tiles: int, kernel_device: str
@@ -219,7 +233,7 @@ def test_ctas_arrive_in_any_order(seed: int, kernel_device: str) -> None:
     wanted, _ = added(choices, matrix, 6, kernel_device)
     tiles = config_of(matrix, routed(choices, 6, kernel_device), 11).x_tiles
     kernel = jit.kernel(
-        grouped_splitk.SOURCE, "grouped_splitk", grouped_splitk.defines(HALF, tiles, down=True)
+        grouped_splitk.SOURCE, "grouped_splitk", grouped_splitk.defines(HALF, tiles, "added")
     )
     if isinstance(kernel, EmulatedKernel):
         kernel.seed, kernel.together = seed, 3

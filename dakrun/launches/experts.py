@@ -123,14 +123,16 @@ def router_rows(rows: int, *, experts: int, hidden: int, card: Card) -> int:
     return min(ROUTER_MAX_ROWS, ROUTER_TILE_ROWS * tiles)
 
 
-def grouped_tiles(rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES) -> int:
+def grouped_tiles(
+    rows: int, *, experts: int, top_k: int, atom_bytes: int = ATOM_BYTES, spread: int = SPREAD
+) -> int:
     """Tiles of 8 rows of X of an item, for `rows` rows that choose `top_k` of `experts` each.
 
-    An expert that has more rows multiplies its W again. The choice does not depend on where W lies,
-    so that no bit does.
+    An expert that has more rows multiplies its W again; `spread` is 1 if all have as many. The
+    choice does not depend on where W lies, so that no bit does.
     """
     most = SPLITK_UNITS_MAX_ROWS if unit_atoms(atom_bytes) > 1 else SPLITK_MAX_ROWS
-    wanted = min(most, rows, SPREAD * ceil_div(rows * top_k, experts))
+    wanted = min(most, rows, spread * ceil_div(rows * top_k, experts))
     return next(tiles for tiles in SPLITK_X_TILES if 8 * tiles >= wanted)
 
 
@@ -143,9 +145,15 @@ def grouped_config(
     top_k: int,
     card: Card,
     atom_bytes: int = ATOM_BYTES,
+    spread: int = SPREAD,
 ) -> GroupedConfig:
-    """Choose the launch for `rows` rows of X and experts stored as `splits` in `tiers`."""
-    x_tiles = grouped_tiles(rows, experts=experts, top_k=top_k, atom_bytes=atom_bytes)
+    """Choose the launch for `rows` rows of X and experts stored as `splits` in `tiers`.
+
+    `spread` is as in grouped_tiles().
+    """
+    x_tiles = grouped_tiles(
+        rows, experts=experts, top_k=top_k, atom_bytes=atom_bytes, spread=spread
+    )
     x_atoms = STAGE_ATOMS if x_tiles <= 2 else unit_atoms(atom_bytes)
     group = max(split.group for split in splits)
     depth = _depth(group, x_atoms, atom_bytes)

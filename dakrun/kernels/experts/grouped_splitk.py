@@ -1,4 +1,4 @@
-"""Products of few rows with the experts that they chose (native/grouped_splitk.cu).
+"""Products of few rows with their experts, or in a batch (native/grouped_splitk.cu).
 
 Knows operands and a launch configuration, no models and no plans. reference.py has the same in
 plain torch.
@@ -7,6 +7,7 @@ plain torch.
 import ctypes
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -27,6 +28,8 @@ from dakrun.launches import (
 from dakrun.memory.matrix import TieredMatrix
 
 SOURCE = "grouped_splitk.cu"
+Outputs = Literal["gated", "added", "stored"]
+OUTPUTS: tuple[Outputs, ...] = ("gated", "added", "stored")
 
 
 class _Tier(ctypes.Structure):
@@ -84,7 +87,11 @@ def gate_up(
     Raises ValueError if an operand does not fit the others.
     """
     n, m = len(x), weight.shape[0] // len(routed.ends)
-    return _launch(x, (n, weight.shape[1]), routed, weight, config, out, n, m // 2, None, pdl=pdl)
+    _check_room(n, routed, len(out))
+    return _launch(
+        x, n, routed.ends, weight, config, out, m // 2, "gated", pdl=pdl,
+        top_k=routed.places.shape[1], tokens=routed.tokens.data_ptr(),
+    )  # fmt: skip
 
 
 def down(
@@ -104,67 +111,95 @@ def down(
     chosen, and their weights, meanwhile.
     Raises ValueError if an operand does not fit the others.
     """
-    n, m = len(out), weight.shape[0] // len(routed.ends)
-    return _launch(x, (len(x), weight.shape[1]), routed, weight, config, out, n, m, sums, pdl=pdl)
+    m, top_k = weight.shape[0] // len(routed.ends), routed.places.shape[1]
+    wanted: dict[str, operands.Wanted] = {
+        "partials": (sums.partials, (len(sums.partials), m), torch.float32),
+        "arrivals": (sums.arrivals, (len(sums.arrivals), m // ROWS_PER_BLOCK), torch.int32),
+    }
+    operands.check_operands(x.device, wanted)
+    _check_room(len(out), routed, len(x), len(sums.partials), top_k * len(sums.arrivals))
+    return _launch(
+        x, len(x), routed.ends, weight, config, out, m, "added", pdl=pdl, top_k=top_k,
+        tokens=routed.tokens.data_ptr(), weights=routed.weights.data_ptr(),
+        places=routed.places.data_ptr(), partials=sums.partials.data_ptr(),
+        arrivals=sums.arrivals.data_ptr(),
+    )  # fmt: skip
+
+
+def multiply(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    weight: TieredMatrix,
+    config: GroupedConfig,
+    out: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """out[i] = x[i] of [N, K] times the matrix of its expert, [N, M], for few rows of each expert.
+
+    Rows up to `ends`[e], int32 [E], are those of the experts up to e: with as many of each it is a
+    batched product. `weight` [E M, K] is stored as in gate_up(). With `pdl` the launch may start
+    before its predecessor ends, which must not write `ends`: they are read meanwhile.
+    Raises ValueError if an operand does not fit the others.
+    """
+    m = weight.shape[0] // len(ends)
+    operands.check_operands(x.device, {"out": (out, (len(x), m), weight.dtype)})
+    return _launch(x, len(x), ends, weight, config, out, m, "stored", pdl=pdl)
+
+
+def _check_room(n: int, routed: Routed, *pairs: int) -> None:
+    """Raise ValueError unless there is room for the pairs of `n` rows, `pairs` among others."""
+    top_k = routed.places.shape[1]
+    rooms = [top_k * len(routed.places), len(routed.tokens), *pairs]
+    if min(rooms) < n * top_k:
+        raise ValueError(
+            f"expected room for the {n * top_k} pairs of {n} rows, got it for {min(rooms)}"
+        )
 
 
 def _launch(
     x: torch.Tensor,
-    x_shape: tuple[int, int],
-    routed: Routed,
+    x_rows: int,
+    ends: torch.Tensor,
     weight: TieredMatrix,
     config: GroupedConfig,
     out: torch.Tensor,
-    n: int,
     width: int,
-    sums: PairSums | None,
+    outputs: Outputs,
     *,
     pdl: bool,
+    **of_pairs: int,
 ) -> torch.Tensor:
-    """Launch the kernel for `n` rows; with `sums` it adds up."""
-    (all_rows, k), experts, top_k = weight.shape, len(routed.ends), routed.places.shape[1]
-    m, pairs = all_rows // experts, n * top_k
+    """Launch the variant for `outputs`, whose arguments `of_pairs` are."""
+    (all_rows, k), experts = weight.shape, len(ends)
     if all_rows % (experts * ROWS_PER_BLOCK) or experts > MAX_EXPERTS:
         raise ValueError(
             f"expected up to {MAX_EXPERTS} experts of whole row blocks, got {all_rows} rows of "
             f"{experts} experts"
         )
     wanted: dict[str, operands.Wanted] = {
-        "x": (x, x_shape, weight.dtype),
+        "x": (x, (x_rows, k), weight.dtype),
         "out": (out, (len(out), width), weight.dtype),
+        "ends": (ends, (experts,), torch.int32),
     }
-    if sums is not None:
-        shapes = (len(sums.partials), m), (len(sums.arrivals), m // ROWS_PER_BLOCK)
-        wanted["partials"] = sums.partials, shapes[0], torch.float32
-        wanted["arrivals"] = sums.arrivals, shapes[1], torch.int32
     operands.check_operands(x.device, wanted)
     check_stacked(weight, experts)
-    rooms = [len(routed.places), len(routed.tokens) // top_k]
-    rooms += [len(out) // top_k] if sums is None else [len(x) // top_k]
-    rooms += [] if sums is None else [len(sums.partials) // top_k, len(sums.arrivals)]
-    if min(rooms) < n:
-        raise ValueError(f"expected room for the {pairs} pairs of {n} rows, got it for {rooms}")
     operands.check_gpu(x.device)
     args = _Args(
         addresses=addresses(weight, x.device),
         shifts=operands.address(weight.shifts),
-        ends=routed.ends.data_ptr(),
+        ends=ends.data_ptr(),
         tier_count=len(weight.parts),
         experts=experts,
-        expert_row_blocks=m // ROWS_PER_BLOCK,
+        expert_row_blocks=all_rows // experts // ROWS_PER_BLOCK,
         k=k,
         atoms=atom_count(k, weight.format),
         stages=config.stages,
         stage_row_blocks=config.stage_row_blocks,
-        top_k=top_k,
         order=CtaOrder.of(config.tier_ctas[0], config.ctas),
         x=x.data_ptr(),
-        tokens=routed.tokens.data_ptr(),
-        weights=routed.weights.data_ptr(),
-        places=routed.places.data_ptr(),
         y=out.data_ptr(),
-        partials=0 if sums is None else sums.partials.data_ptr(),
-        arrivals=0 if sums is None else sums.arrivals.data_ptr(),
+        **of_pairs,
     )
     row_block = cta = 0
     for number, part in enumerate(weight.parts):
@@ -172,27 +207,27 @@ def _launch(
         row_block += part.split.row_blocks
         cta += config.tier_ctas[number]
     args.tiers[len(weight.parts)] = _Tier(row_block, cta)
-    macros = defines(weight.dtype, config.x_tiles, down=sums is not None)
+    macros = defines(weight.dtype, config.x_tiles, outputs)
     jit.kernel(SOURCE, "grouped_splitk", {**macros, **weight.format.macros}).launch(
         config.ctas, SPLITK_THREADS, args, shared_bytes=config.shared_bytes, pdl=pdl
     )
     return out
 
 
-def defines(dtype: torch.dtype, x_tiles: int, *, down: bool) -> Macros:
+def defines(dtype: torch.dtype, x_tiles: int, outputs: Outputs) -> Macros:
     """Macros of one kernel variant."""
-    few = {"TILES": x_tiles, "DOWN": int(down), "MAX_EXPERTS": MAX_EXPERTS, "WGMMA": 0}
-    return operands.defines(dtype) | few
+    few = {"TILES": x_tiles, "OUTPUTS": OUTPUTS.index(outputs)}
+    return operands.defines(dtype) | few | {"MAX_EXPERTS": MAX_EXPERTS, "WGMMA": 0}
 
 
 @compiled_ahead(SOURCE, seconds=4)
 def _variants(needs: Needs) -> list[Macros]:
-    """Of the models' tiles for any number of rows up to a chunk's."""
+    """Of the models' tiles for any number of rows up to a chunk's; models store no products."""
     return [
-        {**defines(needs.dtype, x_tiles, down=adds), **stored.macros}
+        {**defines(needs.dtype, x_tiles, outputs), **stored.macros}
         for stored in needs.formats
         for x_tiles in _tiles(needs, stored)
-        for adds in (False, True)
+        for outputs in OUTPUTS[: 3 if needs.every else 2]
     ]
 
 
