@@ -21,6 +21,7 @@ from dakrun.config import OFF, SamplingParams, Speculation
 from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
+from dakrun.models.modules import Fused
 from dakrun.plan import Plan
 from dakrun.requests import Completion, Request, Tokenizer
 
@@ -145,6 +146,34 @@ def test_results_are_those_without_drafts(
     stats = engine.stats
     assert stats.preempted or not few
     assert sum(stats.accepted_drafts.values()) > 10, "the second run repeats the first"
+
+
+def test_ops_are_timed_without_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launches leave out just that part; the rest of the step is as it was."""
+    runner = engine_of(save_half(CONFIGS["llama-gqa"], tmp_path / "model"), OFF).runner
+    assert isinstance(runner, GraphRunner)
+
+    def outputs(chain: Callable[[], list[object]]) -> Any:
+        runner._decode.tokens.fill_(5)  # a step has chosen others
+        return [found.clone() for found in chain() if isinstance(found, torch.Tensor)]
+
+    def of(part: Fused | None) -> dict[str, Any]:
+        return runner.op_seconds(8, part)  # type: ignore[return-value]
+
+    monkeypatch.setattr(graph_runner, "replay_seconds", outputs)
+    whole, ffn = of(None), CONFIGS["llama-gqa"].intermediate_size
+    parts: tuple[tuple[Fused, str, str], ...] = (
+        ("norms", "qkv", "embedding"),
+        ("activation", "gate_up", "qkv"),
+        ("rope", "attention", "qkv"),
+    )
+    for part, changed, same in parts:
+        found = of(part)
+        assert found.keys() == whole.keys()
+        assert torch.equal(found[same][0], whole[same][0])
+        assert not torch.equal(found[changed][0], whole[changed][0])
+        width = 2 * ffn if part == "activation" else ffn
+        assert all(out.shape[1] == width for out in found["gate_up"])
 
 
 @pytest.mark.full

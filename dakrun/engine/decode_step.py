@@ -33,7 +33,7 @@ from dakrun.launches import TierAccess
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attend
 from dakrun.models.experts import Experts
-from dakrun.models.modules import Attention, Embedding, Linear
+from dakrun.models.modules import Attention, Embedding, Fused, Linear, without
 
 LOG_STEPS = 64  # newest tokens of a slot in the log for the CPU: more than steps in flight choose
 IDLE = -1  # the length of a row without a request
@@ -143,15 +143,18 @@ class DecodeStep:
             return partial(self._attend_from_tiles, self._tiles, out)
         return partial(self._attend, self._configs[bucket], out)
 
-    def chains(self, bucket: Bucket) -> dict[str, list[Callable[[], object]]]:
+    def chains(
+        self, bucket: Bucket, leave_out: Fused | None = None
+    ) -> dict[str, list[Callable[[], object]]]:
         """Launch a step of a prepared bucket; return its launches of all layers, by op.
 
-        Matrices are not staged. An op's launches may be repeated, to time them alone.
+        Matrices are not staged. An op's launches may be repeated, to time them alone, or without
+        the part `leave_out`.
         """
         n, backend = sum(bucket), self.backend.staged_by(None)
         backend.expert_use = None  # the tokens are no request's
         self.cascades = False
-        recorder = _Recorder(backend)
+        recorder = _Recorder(backend, leave_out)
         attention = recorder.recorded(self.attention(bucket))
         backend.model.forward(recorder, attention, self.tokens[:n], self.lengths[:n])
         logits = self.backend.logits[:n]
@@ -165,7 +168,8 @@ class DecodeStep:
     ) -> torch.Tensor:
         n, layer, scale = len(qkv), attention.layer, attention.scale
         q, k, v = attention.split(qkv)
-        lengths, rotations = self.lengths[:n], self.backend.rotations
+        lengths = self.lengths[:n]
+        rotations = self.backend.rotations if attention.rotary else None
         prefixes, norms = None, self.backend.head_norms(attention)
         if self.cascades or attention.norms_all_heads:
             self.backend.normalize_heads(attention, qkv)
@@ -225,10 +229,13 @@ class DecodeStep:
 
 
 class _Recorder:
-    """A backend that launches each op, and records the launch in `launches` by op of the plan."""
+    """A backend that launches each op, and records the launch in `launches` by op of the plan.
 
-    def __init__(self, backend: KernelBackend) -> None:
-        self._backend = backend
+    Recorded launches leave out a part.
+    """
+
+    def __init__(self, backend: KernelBackend, leave_out: Fused | None) -> None:
+        self._backend, self._leave_out = backend, leave_out
         self.begin, self.end, self.route = backend.begin, backend.end, backend.route
         self.launches: dict[str, list[Callable[[], object]]] = defaultdict(list)
 
@@ -247,10 +254,10 @@ class _Recorder:
         return lambda attention, qkv: self._launch(attention.op, attend, attention, qkv)
 
     def _launch(
-        self, op: str, launch: Callable[..., torch.Tensor], *operands: object
+        self, op: str, launch: Callable[..., torch.Tensor], module: object, *operands: object
     ) -> torch.Tensor:
-        self.launches[op].append(partial(launch, *operands))
-        return launch(*operands)
+        self.launches[op].append(partial(launch, without(module, self._leave_out), *operands))
+        return launch(module, *operands)
 
 
 def fill_order(counts: Sequence[int]) -> list[int]:

@@ -44,6 +44,7 @@ from dakrun.kernels.runtime import (
     replay_seconds,
 )
 from dakrun.memory.device import upload
+from dakrun.models.modules import Fused
 
 # Shared prefixes are read once, by a kernel of their own, if that saves as many KV bytes a layer,
 # in HBM or in remote tiers: about what the memory reads during the launch of this kernel.
@@ -345,11 +346,12 @@ class GraphRunner:
         self._filled = True
 
     @torch.inference_mode()
-    def op_seconds(self, length: int) -> dict[str, float]:
+    def op_seconds(self, length: int, leave_out: Fused | None = None) -> dict[str, float]:
         """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
 
         Slots hold `length` cached positions, or fewer to leave room for the new one. Matrices are
-        not staged. No request or step may be running: slots are overwritten.
+        not staged. Ops are without the part `leave_out`. No request or step may be running: slots
+        are overwritten.
         """
         length = min(length, self._positions - 1)
         decode, bucket = self._decode, self._buckets[-1]
@@ -360,7 +362,7 @@ class GraphRunner:
         decode.spilled.copy_(self._on_gpu(self.cache.pretend(length + 1)))
         decode.lengths.fill_(length)
         found = {}
-        for name, launches in decode.chains(bucket).items():
+        for name, launches in decode.chains(bucket, leave_out).items():
             decode.lengths.fill_(length)
             found[name] = replay_seconds(lambda chain=launches: [launch() for launch in chain])  # type: ignore[misc]
         decode.lengths.fill_(IDLE)

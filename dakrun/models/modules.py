@@ -7,9 +7,10 @@ loader and runners walk the modules. Knows neither devices nor tiers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dakrun.config import Activation, ModelConfig, NormKind
 from dakrun.errors import CannotRun
@@ -207,6 +208,22 @@ class Attention:
 
 
 Module = Matrix | Attention  # with an op of the plan
+Fused = Literal["norms", "activation", "rope"]  # parts of ops
+
+
+def without(module: Any, part: Fused | None) -> Any:
+    """A copy of a module that leaves out a part, to be timed alone; other modules as they are.
+
+    A linear op without its activation has M columns, for which there is no kept buffer.
+    """
+    found = copy.copy(module)
+    if isinstance(found, Linear) and part == "norms":
+        found.norm = found.folded = found.post_norm = None
+    elif isinstance(found, Linear) and part == "activation" and found.activation != "none":
+        found.op, found.activation, found.width = "", "none", found.shape[0]
+    elif isinstance(found, Attention) and part == "rope":
+        found.rotary = False
+    return found
 
 
 @dataclass(frozen=True)
