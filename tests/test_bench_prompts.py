@@ -2,22 +2,40 @@
 
 import itertools
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benched import PROFILE, TINY, malformed, on_the_cpu, refused, run, without_a_gpu
+from benched import (
+    HEAD,
+    PROFILE,
+    TINY,
+    check_command,
+    malformed,
+    on_the_cpu,
+    refused,
+    run,
+    without_a_gpu,
+)
 from cards import H200
 
 from dakrun.hardware import LOCAL
 from dakrun.kernels.attention import prompt
 from dakrun.lab.bench.kernel import measure_kernel
-from dakrun.lab.bench.kernel_sweep import DEFAULT_PROMPTS, DEFAULT_SLOTS, KernelSweep, parse_slots
+from dakrun.lab.bench.kernel_sweep import (
+    DEFAULT_PROMPTS,
+    DEFAULT_SLOTS,
+    KernelSweep,
+    kernel_row,
+    parse_slots,
+)
 from dakrun.lab.bench.run import SWEEPS
 from dakrun.lab.cases import Case, Prompts, Slots, buffer_bytes
 from dakrun.lab.chains import CHAINS, PromptChains
 from dakrun.lab.memory import Room
+from dakrun.lab.output import Record
 from dakrun.launches import TierAccess
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -195,6 +213,16 @@ def test_a_sweep_without_a_gpu(rival: None, monkeypatch: pytest.MonkeyPatch) -> 
         assert row["time_s"] == row["rival_s"] == row["sdpa_s"] == launch_s
         assert row["flops_per_s"] == 2 * row["batch"] * row["length"] ** 2 * 4 * 128 / launch_s
         assert text.endswith("TFLOPS")
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    some = case()
+    row = kernel_row(some, (1e-6,) * 3, "prompt", bound_s=1e-7, predicted_s=1e-6, baseline_s=2e-6)
+    wanted = sweep(cases=("3:8/2:100",), head_dim="64", ratios=("0.5",))
+    head = HEAD | {"command": "dakrun bench --kernel prompt-attention"}
+    record = Record(head=head, columns=wanted.columns, rows=(row,))
+    args = ("--case", "3:8/2:100", "--head-dim", "64", "--ratio", "0.5")
+    check_command("prompt-attention", args, wanted, record, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ UNITS = (
     "(x)",
     "tokens",
     "KiB",
+    "MiB",
     "SMs",
     "(N)",
     "op",

@@ -108,8 +108,9 @@ def evaluate(
     """Make the figures of the DAK paper again (arXiv 2604.26074) on this machine, as a page.
 
     Measures effective bandwidth and decode steps by offload ratio, ops, links, ablations and other
-    programs, and writes DIR/index.html with the paper's claims beside the results. Points that DIR
-    has already are not measured again, but quick and full runs share none.
+    programs, and writes DIR/index.html with the paper's claims beside the results; l2 and parts are
+    figures of an article on L2. Points that DIR has already are not measured again, but quick and
+    full runs share none.
     """
     from dakrun.lab.evaluate import Scope, run
     from dakrun.lab.evaluate.store import Store

@@ -148,8 +148,8 @@ class DecodeStep:
     ) -> dict[str, list[Callable[[], object]]]:
         """Launch a step of a prepared bucket; return its launches of all layers, by op.
 
-        Matrices are not staged. An op's launches may be repeated, to time them alone, or without
-        the part `leave_out`.
+        Matrices are not staged. An op's launches may be repeated, to time them alone. With
+        `leave_out` they are those of the ops that have this part, without it.
         """
         n, backend = sum(bucket), self.backend.staged_by(None)
         backend.expert_use = None  # the tokens are no request's
@@ -159,7 +159,8 @@ class DecodeStep:
         backend.model.forward(recorder, attention, self.tokens[:n], self.lengths[:n])
         logits = self.backend.logits[:n]
         self.select(n, logits)
-        recorder.launches["sampling"].append(partial(self.select, n, logits))
+        if leave_out is None:
+            recorder.launches["sampling"].append(partial(self.select, n, logits))
         backend.begin(n)  # buffers for repeated launches: forward's end() has dropped them
         return recorder.launches
 
@@ -231,7 +232,7 @@ class DecodeStep:
 class _Recorder:
     """A backend that launches each op, and records the launch in `launches` by op of the plan.
 
-    Recorded launches leave out a part.
+    With `leave_out` it records launches without this part, of the ops that have it.
     """
 
     def __init__(self, backend: KernelBackend, leave_out: Fused | None) -> None:
@@ -256,7 +257,9 @@ class _Recorder:
     def _launch(
         self, op: str, launch: Callable[..., torch.Tensor], module: object, *operands: object
     ) -> torch.Tensor:
-        self.launches[op].append(partial(launch, without(module, self._leave_out), *operands))
+        recorded = without(module, self._leave_out) if self._leave_out else module
+        if recorded is not None:
+            self.launches[op].append(partial(launch, recorded, *operands))
         return launch(module, *operands)
 
 

@@ -350,8 +350,8 @@ class GraphRunner:
         """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
 
         Slots hold `length` cached positions, or fewer to leave room for the new one. Matrices are
-        not staged. Ops are without the part `leave_out`. No request or step may be running: slots
-        are overwritten.
+        not staged. With `leave_out`, of the ops that have this part, without it. No request or step
+        may be running: slots are overwritten.
         """
         length = min(length, self._positions - 1)
         decode, bucket = self._decode, self._buckets[-1]

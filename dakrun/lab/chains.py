@@ -268,14 +268,12 @@ class PromptChains(AttentionChains):
         of = _prompts(case)
         parts = self.dense(case, (of.batch, of.kv_heads, of.length, of.head_dim), each=2)
         q = self.normal(of.batch, of.heads, of.length, of.head_dim)
-        gqa = of.heads > of.kv_heads
+        attend, gqa = torch.nn.functional.scaled_dot_product_attention, of.heads > of.kv_heads
 
         def launch(number: int) -> None:
             keys, values = parts[2 * number : 2 * number + 2]
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                torch.nn.functional.scaled_dot_product_attention(
-                    q, keys, values, is_causal=True, enable_gqa=gqa
-                )
+                attend(q, keys, values, is_causal=True, enable_gqa=gqa)
 
         return self.seconds(case, launch)
 

@@ -211,18 +211,20 @@ Module = Matrix | Attention  # with an op of the plan
 Fused = Literal["norms", "activation", "rope"]  # parts of ops
 
 
-def without(module: Any, part: Fused | None) -> Any:
-    """A copy of a module that leaves out a part, to be timed alone; other modules as they are.
+def without(module: Any, part: Fused) -> Any:
+    """A copy of a module that leaves out a part, to be timed; None if the module has no such part.
 
     A linear op without its activation has M columns, for which there is no kept buffer.
     """
     found = copy.copy(module)
-    if isinstance(found, Linear) and part == "norms":
+    if part == "norms" and isinstance(found, Linear) and (found.norm or found.post_norm):
         found.norm = found.folded = found.post_norm = None
-    elif isinstance(found, Linear) and part == "activation" and found.activation != "none":
+    elif part == "activation" and isinstance(found, Linear) and found.activation != "none":
         found.op, found.activation, found.width = "", "none", found.shape[0]
-    elif isinstance(found, Attention) and part == "rope":
+    elif part == "rope" and isinstance(found, Attention) and found.rotary:
         found.rotary = False
+    else:
+        return None
     return found
 
 

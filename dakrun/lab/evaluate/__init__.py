@@ -1,4 +1,4 @@
-"""`dakrun evaluate`: the figures of the DAK paper on this machine, or from a plan, as a page.
+"""`dakrun evaluate`: the figures of the DAK paper, and two of an article, as a page.
 
 figures/ says which points a figure has, how charts.py draws them, and what their results mean.
 predict.py and measure.py find the results of points, store.py keeps results, run.py goes through

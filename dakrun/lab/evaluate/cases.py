@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dakrun.errors import UsageError
+from dakrun.formats import PACKED16, WeightFormat
+from dakrun.formats.device_layout import Quantised
 from dakrun.geometry import SPLITK_MAX_ROWS, TILED_MAX_ROWS
 from dakrun.hardware import Card
 from dakrun.lab.bench.kernel_sweep import parse_shape
@@ -17,6 +19,9 @@ from dakrun.lab.evaluate.scope import Scope
 from dakrun.launches import TierAccess, kernel_for, tiled_config
 from dakrun.plan import Policy
 from dakrun.units import ceil_div
+
+# Matrices of batched products, by bits. 4 bits have a scale for each row's 128 columns.
+STORED: dict[int, WeightFormat] = {16: PACKED16, 4: Quantised("int4", 128)}
 
 
 def remote_names(scope: Scope, remote: str) -> tuple[str, ...]:

@@ -14,9 +14,11 @@ from dakrun.kernels.runtime import card_of
 from dakrun.lab.bench.kernel import accesses, windowed
 from dakrun.lab.cases import Weight
 from dakrun.lab.ceilings import FULL, HBM_RING, Ceilings, Effort, ring_for
+from dakrun.lab.chain import launch_seconds
 from dakrun.lab.chains import CHAINS, GemmChains
-from dakrun.lab.evaluate.cases import ablated, case_of, foreseen, remote_names
-from dakrun.lab.evaluate.points import OpPoint, ProductPoint, ReadPoint, Result
+from dakrun.lab.evaluate import batches
+from dakrun.lab.evaluate.cases import STORED, ablated, case_of, foreseen, remote_names
+from dakrun.lab.evaluate.points import BatchPoint, OpPoint, ProductPoint, ReadPoint, Result
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.memory import Room, fill_random, reader
 
@@ -37,6 +39,7 @@ class Kernels:
         self.ceilings = ceilings
         self.effort: Effort = QUICK if scope.quick else FULL
         self._compiled: set[tuple[int, str]] = set()
+        self._compiled_batches = False
         self.close = self._room.close
 
     def op(self, point: OpPoint) -> Result:
@@ -70,6 +73,19 @@ class Kernels:
             if remote and seconds > LINK_BOUND * in_hbm_s
             else None,
         )
+
+    def batch(self, point: BatchPoint) -> Result:
+        """Measure a batched product."""
+        if not self._compiled_batches:
+            batches.compile_all(self.card, self._room.device)
+            self._compiled_batches = True
+        launch = batches.launch_of(point, self.card, self._room.device)
+        times = launch_seconds(launch, batches.LAUNCHES, replays=self.effort.replays)
+        nbytes = STORED[point.bits].nbytes(point.heads * point.rows, point.cols)
+        return Result(
+            source="measured", seconds=statistics.median(times), weight_bytes=nbytes,
+            read_bytes=nbytes,
+        )  # fmt: skip
 
     def read(self, point: ReadPoint) -> Result:
         """Measure the bandwidths of HBM and of the remote tier while both are read."""

@@ -17,7 +17,16 @@ from dakrun.hardware import LOCAL
 from dakrun.lab.ceilings import FULL, Ceilings
 from dakrun.lab.evaluate.cases import remote_names
 from dakrun.lab.evaluate.on_cpu import op_on_cpu
-from dakrun.lab.evaluate.points import FilePoint, OpPoint, Point, ReadPoint, Result, StepPoint
+from dakrun.lab.evaluate.points import (
+    BatchPoint,
+    FilePoint,
+    OpPoint,
+    PartPoint,
+    Point,
+    ReadPoint,
+    Result,
+    StepPoint,
+)
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.rivals import rival
 from dakrun.lab.evaluate.scope import TINY, Scope
@@ -84,7 +93,7 @@ class Measurer:
         return result
 
     def _measure(self, point: Point) -> Result:
-        if self._kernels and isinstance(point, StepPoint | FilePoint):
+        if self._kernels and isinstance(point, StepPoint | FilePoint | PartPoint):
             self._kernels.close()  # models need the memory
         if isinstance(point, FilePoint):
             return self._steps.file(point)
@@ -94,6 +103,10 @@ class Measurer:
             return rival(point, self.scope, self.device)
         if self._kernels is None:
             return op_on_cpu(point, self.scope)
+        if isinstance(point, PartPoint):
+            return self._steps.part(point)
+        if isinstance(point, BatchPoint):
+            return self._kernels.batch(point)
         if isinstance(point, ReadPoint):
             return self._kernels.read(point)
         assert isinstance(point, OpPoint)

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from dakrun.models.modules import Fused
 from dakrun.plan import Strategy
 
 Source = Literal["measured", "predicted"]
@@ -88,6 +89,41 @@ class ReadPoint(Point):
     sms: int
     in_flight: int
     hbm_sms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPoint(Point):
+    """A batched product: X [heads, n, cols] times matrices [heads, rows, cols] of `bits`, in HBM.
+
+    Each launch reads the same matrices, which stay in L2 as far as they fit. `by` is cuBLAS, in 16
+    bits alone, or one of this project's kernels.
+    """
+
+    kind = "batch"
+    heads: int
+    rows: int
+    cols: int
+    n: int
+    bits: Literal[4, 16]
+    by: Literal["splitk", "tiled", "cublas"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartPoint(Point):
+    """A part of a decode step of `model` with everything in HBM: one of PARTS."""
+
+    kind = "part"
+    model: str
+    batch_size: int
+    prompt_len: int
+    new_tokens: int
+    part: str
+
+
+LINEAR, ATTENTION, OTHER = "linear layers", "attention", "other"
+FUSED: dict[str, Fused] = {"norms": "norms", "activation": "activation", "RoPE": "rope"}
+PARTS = (LINEAR, ATTENTION, *FUSED, OTHER)
+PART_OF = {"linear": LINEAR, "attention": ATTENTION}  # by an op's category
 
 
 @dataclass(frozen=True, kw_only=True)

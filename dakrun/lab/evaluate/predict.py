@@ -11,10 +11,23 @@ from dakrun.errors import CannotRun, DakrunError
 from dakrun.geometry import FEW_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.lab.cases import forecast
-from dakrun.lab.evaluate.cases import ablated, case_of, foreseen, link_reads, remote_names
+from dakrun.lab.evaluate.cases import (
+    STORED,
+    ablated,
+    case_of,
+    foreseen,
+    link_reads,
+    remote_names,
+)
 from dakrun.lab.evaluate.points import (
+    FUSED,
+    OTHER,
+    PART_OF,
+    PARTS,
+    BatchPoint,
     FilePoint,
     OpPoint,
+    PartPoint,
     Point,
     ProductPoint,
     ReadPoint,
@@ -39,6 +52,10 @@ def predict(point: Point, scope: Scope) -> Result:
         if isinstance(point, FilePoint):
             rows = lengths(point)
             return of_file(_file_plan(point, rows, scope), rows)
+        if isinstance(point, BatchPoint):
+            return _batch(point, scope)
+        if isinstance(point, PartPoint):
+            return _part(point, scope)
         assert isinstance(point, OpPoint)
         return _op(point, scope)
     except DakrunError as problem:
@@ -200,6 +217,31 @@ def _read(point: ReadPoint, scope: Scope) -> Result:
         remote_bytes_per_s=tier.direct_bytes_per_s * filled,
         hbm_bytes_per_s=local * min(1.0, point.hbm_sms / saturating),
     )
+
+
+def _batch(point: BatchPoint, scope: Scope) -> Result:
+    """The matrices read once at the rate of HBM, or of L2 where they fit; as costs of a product."""
+    if point.by != "splitk":
+        return Result(source="predicted", problem="not predicted")
+    nbytes = STORED[point.bits].nbytes(point.heads * point.rows, point.cols)
+    machine = scope.profile.for_steps(nbytes)
+    costs = machine.products_of(0 if point.bits == 16 else point.bits)
+    fixed, efficiency = costs.at(point.n)
+    seconds = nbytes / machine.hbm_bytes_per_s / efficiency + fixed
+    return _predicted(seconds, weight_bytes=nbytes, predicted_s=None)
+
+
+def _part(point: PartPoint, scope: Scope) -> Result:
+    """Ops of the plan by their kind: what is fused into them is not predicted by itself."""
+    if point.part in FUSED:
+        return Result(source="predicted", problem="predicted as a part of its op")
+    sizes = {"prompt_len": point.prompt_len, "new_tokens": point.new_tokens}
+    plan = scope.roomy().plan(scope.step(point.model, point.batch_size, 0.0, **sizes))
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for op in plan.ops:
+        seconds[PART_OF.get(op.op.category, OTHER)] += sum(op.predicted_s)
+    seconds[OTHER] += plan.predicted_s - sum(seconds.values())
+    return _predicted(seconds[point.part], predicted_s=None)
 
 
 def lengths(point: FilePoint) -> list[RowLengths]:

@@ -1,5 +1,6 @@
 """Decode steps and whole files of dakrun's own models, measured through dakrun.LLM."""
 
+import statistics
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from dakrun.engine import GraphRunner
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
 from dakrun.kernels.runtime import card_of, held_to
@@ -15,11 +17,21 @@ from dakrun.lab.bench.model_sweep import AUTO, ModelCase, ModelSweep
 from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate.cases import ablated, remote_names
 from dakrun.lab.evaluate.on_cpu import NO_TECHNIQUE
-from dakrun.lab.evaluate.points import FilePoint, Result, StepPoint
+from dakrun.lab.evaluate.points import (
+    FUSED,
+    OTHER,
+    PART_OF,
+    PARTS,
+    FilePoint,
+    PartPoint,
+    Result,
+    StepPoint,
+)
 from dakrun.lab.evaluate.predict import lengths, of_file, too_large
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.llm import LLM
 from dakrun.plan import ExpectedRun, Policy
+from dakrun.requests import RowLengths
 
 WARM_UP_TOKENS = 4
 
@@ -31,6 +43,7 @@ class Steps:
         self, scope: Scope, device: torch.device, ceilings: Ceilings, names: Mapping[str, str]
     ) -> None:
         self.scope, self.device, self.ceilings, self.names = scope, device, ceilings, names
+        self._parts: dict[PartPoint, dict[str, float]] = {}  # of the last step, without its part
 
     def step(self, point: StepPoint) -> Result:
         """Measure a decode step; CannotRun if it does not fit."""
@@ -82,6 +95,52 @@ class Steps:
         direct = self.ceilings.rates.get(name, tier.direct_bytes_per_s)
         copied = self.ceilings.copied.get(name, tier.staged_bytes_per_s)
         return Ceilings({LOCAL: self.ceilings.rates[LOCAL], name: direct}, {name: copied})
+
+    def part(self, point: PartPoint) -> Result:
+        """Measure a part of a decode step; all parts are measured at once."""
+        whole = replace(point, part="")
+        if whole not in self._parts:
+            self._parts = {whole: self._measure_parts(point)}
+        return Result(source="measured", seconds=self._parts[whole][point.part])
+
+    def _measure_parts(self, point: PartPoint) -> dict[str, float]:
+        """Seconds of each part of the median step.
+
+        The launches of an op, of all layers, are timed alone. A fused part is the time with it,
+        less the time without. OTHER is the rest of the step: embedding, sampling, and what launches
+        cost more, or less, behind those of other ops.
+        """
+        config = self.scope.models[point.model]
+        tokens = point.prompt_len + point.new_tokens
+        with LLM(
+            self.names[point.model],
+            dtype=config.dtype,
+            device="cuda",
+            profile=self.scope.profile,
+            batch_size=point.batch_size,
+            max_model_len=tokens,
+            expected_prompt=point.prompt_len,
+            expected_tokens=point.new_tokens,
+            policy=Policy(offload_ratio=0.0, remote=(self.scope.remote,)),
+            load_format="dummy",
+        ) as llm:
+            llm.engine.prompts_first = True  # all rows decode in each step
+            rows = [RowLengths(point.prompt_len, point.new_tokens)] * point.batch_size
+            finish(llm, requests(rows, config.vocab_size))
+            step_s = statistics.median(llm.engine.stats.step_s)
+            runner = llm.engine.runner
+            if not isinstance(runner, GraphRunner):
+                raise CannotRun(f"runs on plain torch: {llm.fallback}", hint="see: dakrun doctor")
+            kinds = {op.op.name: PART_OF.get(op.op.category, OTHER) for op in llm.plan.ops}
+            length = point.prompt_len + point.new_tokens // 2
+            whole, found = runner.op_seconds(length), dict.fromkeys(PARTS, 0.0)
+            for op, seconds in whole.items():
+                found[kinds.get(op, OTHER)] += seconds
+            for name, part in FUSED.items():
+                for op, seconds in runner.op_seconds(length, part).items():
+                    found[name] += whole[op] - seconds
+                    found[kinds[op]] -= whole[op] - seconds
+        return {**found, OTHER: found[OTHER] + step_s - sum(found.values())}
 
     def file(self, point: FilePoint) -> Result:
         """Measure a whole file, from the first step to the last completion.

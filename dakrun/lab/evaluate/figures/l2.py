@@ -1,0 +1,104 @@
+"""The L2 barrier: batched products of few bits against 16 bits, by the size of the weights."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
+from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, at, factor
+from dakrun.lab.evaluate.points import BatchPoint
+from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.panel import Series
+
+MIB = 2**20
+FOUR, CUBLAS = "4 bits", "cuBLAS, 16 bits"
+SERIES: dict[str, tuple[Literal[4, 16], Literal["splitk", "tiled", "cublas"]]] = {
+    FOUR: (4, "splitk"),
+    "16 bits": (16, "splitk"),
+    "4 bits, tiled": (4, "tiled"),
+    "16 bits, tiled": (16, "tiled"),
+    CUBLAS: (16, "cublas"),
+}
+HEADS = (64, 128, 256, 384, 512, 1024)
+BATCHES = (1, 4, 16, 64)
+# Rows and columns of a head's matrix in DeepSeek-V3: keys absorbed into queries, values of latents.
+SHAPES = {"queries": (512, 128), "values": (128, 512)}
+MLA_MIB = 16.0  # of the 128 heads of DeepSeek-V3
+# Microseconds of cuBLAS by MiB in the article, of queries with a batch of 1.
+ARTICLE = [(16.0, 4.9), (32.0, 7.6), (48.0, 21.7), (128.0, 49.1)]
+
+
+class L2Barrier(Figure):
+    """The sweep of an article on the products of multi-head latent attention."""
+
+    name = "l2"
+    title = "L2: batched products in 4 and 16 bits, by the bytes of all matrices"
+    paper = (
+        "Not of the paper, but of an article, The Hidden Bottleneck in MLA Serving (Zhang): small "
+        "matrices that stay in L2 from launch to launch gain less from fewer bits than those that "
+        "HBM delivers."
+    )
+    claimed = (
+        "Article, on an H100 in CUDA graphs: its kernel of 4 bits is 0.49 to 0.53 x as fast as "
+        "cuBLAS in 16 bits at 16 MiB, and about as fast from 40 MiB on. Here, at 16 MiB:"
+    )
+
+    def charts(self, scope: Scope) -> list[Chart]:
+        shapes = list(SHAPES)[: 1 if scope.quick else None]
+        batches, heads = (BATCHES[::3], HEADS[1::2]) if scope.quick else (BATCHES, HEADS)
+        return [self._chart(shape, n, heads, scope) for shape in shapes for n in batches]
+
+    def _chart(self, name: str, n: int, counts: Sequence[int], scope: Scope) -> Chart:
+        rows, cols = SHAPES[name]
+        lines = []
+        if (name, n) == ("queries", 1):
+            lines = [Series(name="article, cuBLAS on an H100", kind="line", points=ARTICLE)]
+
+        def entry(series: str, heads: int) -> Entry:
+            bits, by = SERIES[series]
+            point = BatchPoint(heads=heads, rows=rows, cols=cols, n=n, bits=bits, by=by)
+            return Entry(series, 2 * heads * rows * cols / MIB, point, 2 + (by == "tiled"))
+
+        left_out = {"tiled"} if scope.quick else set()
+        left_out |= {"tiled", "cublas"} if scope.predict else set()  # the planner knows neither
+        some = [series for series, (_, by) in SERIES.items() if by not in left_out]
+        return Chart(
+            name=f"{name}, batch {n}",
+            title=f"heads of {rows} x {cols} ({name}), batch {n}",
+            x="all matrices in 16 bits (MiB)",
+            log_x=True,
+            place="{:,.0f} MiB",
+            shown=[replace(LAUNCH, log=True, lines=lines)],
+            entries=[entry(series, heads) for series in some for heads in counts],
+        )
+
+    def ratios(self, data: FigureData, chart: Chart) -> list[tuple[float, float]]:
+        """(MiB, cuBLAS's time over that of 4 bits) where both are known."""
+        base = data.times(chart, CUBLAS)
+        return [(x, other / s) for x, s in data.times(chart, FOUR) if (other := at(base, x))]
+
+    def sentences(self, data: FigureData) -> Iterator[str]:
+        for chart in data.charts:
+            if ratios := self.ratios(data, chart):
+                low, high = (by(ratios, key=lambda of: of[1]) for by in (min, max))
+                yield (
+                    f"{chart.name}: 4 bits are {factor(low[1])} (at {chart.where(low[0])}) to "
+                    f"{factor(high[1])} (at {chart.where(high[0])}) as fast as cuBLAS in 16 bits."
+                )
+
+    def here(self, data: FigureData) -> Iterator[str]:
+        for chart in data.charts:
+            if (ratio := at(self.ratios(data, chart), MLA_MIB)) is not None:
+                yield f"{factor(ratio)} ({chart.name})"
+
+    def missing(self, scope: Scope) -> str:
+        return "not predicted for cuBLAS" if scope.predict else super().missing(scope)
+
+    def notes(self, scope: Scope) -> list[str]:
+        return [
+            "The weights of a launch are those of the launch before. The article widens its "
+            "matrices; here there are more heads, of DeepSeek-V3's size each.",
+            "Each head is an expert of the grouped kernels. SplitK_GEMM takes two launches for "
+            "more than 512 of them.",
+            "4 bits have a scale for 128 columns of a row; the article's have one for a row.",
+        ]
