@@ -1,12 +1,14 @@
 """`dakrun evaluate`: predicted and measured points, the store, the order, budgets and errors."""
 
 import csv
+import datetime
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,6 +283,46 @@ def test_results_of_other_machines_and_damaged_lines_do_not_count(tmp_path: Path
     assert list(Store(tmp_path, "another").results) == [STEP.key]
     (tmp_path / "run.json").write_text("[", encoding="utf-8")
     assert read_run(tmp_path) == {}
+
+
+def test_a_run_over_several_sittings_is_of_one_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with its card's points; tables have the dates, commits and ceilings of all."""
+    ceilings = {"hbm": 3.135e12, "host": 5.1e10}
+
+    def sit(card: str, commit: str, day: int, budget_s: float | None) -> tuple[int, int]:
+        clock = iter(range(1000))
+        today = datetime.date(2026, 11, day)
+        monkeypatch.setattr("dakrun.lab.evaluate.run.time.perf_counter", lambda: next(clock))
+        monkeypatch.setattr("dakrun.lab.evaluate.store.commit", lambda: commit)
+        calendar = SimpleNamespace(date=SimpleNamespace(today=lambda: today))
+        monkeypatch.setattr("dakrun.lab.evaluate.store.datetime", calendar)
+        run = {"machine": card, "ceilings": ceilings, "date": "now", "commit": "now"}
+        store = Store(tmp_path, card, quick=True)
+        assert store.others == {"H100 (a)", "H100 (b)"} - {card} or day == 1
+        found = Result(source="measured", seconds=1.0)
+        done = evaluate(scope(), FIG9, store, lambda _: found, run, budget_s=budget_s)
+        return done.new, done.left
+
+    total = len(in_order(FIG9["fig9"].data(scope(), {}).entries))
+    assert sit("H100 (a)", "abc1", 1, 3) == (3, total - 3)
+    assert sit("H100 (b)", "abc2", 2, 1) == (1, total - 1)
+    assert sit("H100 (a)", "abc2", 3, None) == (total - 3, 0)
+    head, *_ = (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines()
+    assert head == (
+        "H100 (a); 2026-11-01, 2026-11-03; abc1, abc2; ceilings: hbm 3,135.0 GB/s, host 51.0 GB/s"
+    )
+    assert read_run(tmp_path)["commit"] == "abc1, abc2"
+
+
+@pytest.mark.gpu
+def test_a_card_has_a_name_of_its_own() -> None:
+    from dakrun.lab.evaluate.run import facts
+
+    machine = facts(scope(), "dakrun evaluate")["machine"]
+    assert re.fullmatch(r"NVIDIA .* \([0-9a-f]{8}\)", machine)
+    assert facts(scope(), "again")["machine"] == machine
 
 
 def test_results_to_try_again_and_those_of_quick_runs_do_not_count(tmp_path: Path) -> None:

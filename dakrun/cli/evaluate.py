@@ -137,6 +137,8 @@ def evaluate(
     )
     facts = run.facts(scope, shlex.join(["dakrun", *sys.argv[1:]]))
     store = Store(output, facts["machine"], quick=quick)
+    if others := ", ".join(sorted(store.others)):
+        eprint(f"points of {others} in {output} do not count here: this is {store.machine}")
     with run.finder(scope, store.folder, facts) as (find, known), _bar() as shown:
         done = run.evaluate(scope, figures, store, find, known, budget_s=budget, **shown)
     left = f"; {done.left} are left for another run" if done.left else ""

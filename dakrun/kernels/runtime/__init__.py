@@ -5,7 +5,7 @@ keeps them to another card's limits, graph captures, copy_engine copies between 
 describes matrices to TMA, operands has what wrappers share, needs where they register variants.
 """
 
-from dakrun.kernels.runtime.card import card_of, described_card, gpu_name, has_kernels
+from dakrun.kernels.runtime.card import card_of, described_card, gpu_id, gpu_name, has_kernels
 from dakrun.kernels.runtime.copy_engine import CopyStream, copy
 from dakrun.kernels.runtime.graph import (
     capture,
@@ -44,6 +44,7 @@ __all__ = [
     "copy",
     "described_card",
     "edge_kinds",
+    "gpu_id",
     "gpu_name",
     "graph_edges",
     "has_kernels",

@@ -39,6 +39,12 @@ def gpu_name(device: torch.device | None = None) -> str:
     return f"{name} held to {card.capability}"
 
 
+def gpu_id() -> str:
+    """The first digits of the UUID of torch's current GPU: cards of one name differ in it."""
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return str(properties.uuid)[:8]
+
+
 def _described(device: torch.device) -> Card:
     """The card by the driver's properties, with an estimate of the clusters."""
     properties: Any = torch.cuda.get_device_properties(device)

@@ -53,8 +53,8 @@ def evaluate(
     """Find the results of all points that `store` lacks, with `find`; write CSV files and the page.
 
     Points of lower rank come first. None begins later than `budget_s` seconds. `finished` is called
-    for each figure that has all its points. `run` is written as run.json. The page is also written
-    when an error or an interrupt ends the run.
+    for each figure that has all its points. `run` is written as run.json, in the end with the dates
+    and commits of all results. The page is also written when an error or an interrupt ends the run.
     """
     data = {name: figure.data(scope, store.results) for name, figure in figures.items()}
     points = in_order(entry for of in data.values() for entry in of.entries)
@@ -81,6 +81,8 @@ def evaluate(
             done += 1
         tell(None)
     finally:
+        run = {**run, **store.sittings(points)}
+        write_run(store.folder, run)
         for name, of in data.items():
             write_csv(store.folder / f"{name}.csv", of)
         shown = list(figures.values())
@@ -93,8 +95,12 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
     """What run.json says of this run before anything is measured."""
     machine, versions = f"predicted for {scope.profile.name}", {"dakrun": dakrun.__version__}
     if not scope.predict:
+        from dakrun.kernels.runtime import gpu_id
+
         here = machine_facts(scope.profile)
         machine = here["device"]
+        if scope.profile.device == "cuda":  # a run goes on with the same card alone
+            machine += f" ({gpu_id()})"
         versions |= {name: here[name] for name in ("torch", "cuda", "driver") if here[name]}
         if scope.vllm_python:
             from dakrun.lab.rivals.vllm import version

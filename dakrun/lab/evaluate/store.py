@@ -3,9 +3,10 @@
 A result that was appended survives a crash; a torn last line is ignored.
 """
 
+import datetime
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ RESULT_FIELDS = tuple(of.name for of in fields(Result))
 class Store:
     """The results in `folder` that were found on `machine`, a text, by runs as `quick`.
 
-    Those that are to be tried `again` do not count.
+    Those that are to be tried `again` do not count. `others` are machines of other results there.
     """
 
     def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
@@ -28,18 +29,28 @@ class Store:
         self._path, self._commit = folder / "points.jsonl", commit()
         folder.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Result] = {}  # by key
+        self._origins: dict[str, tuple[str | None, str | None]] = {}  # date and commit, by key
+        self.others: set[str] = set()
         self._read()
 
     def add(self, point: Point, result: Result) -> None:
         """Keep `result` of `point`, on disk before this returns."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
-        run = {"machine": self.machine, "quick": self.quick, "commit": self._commit}
+        date = datetime.date.today().isoformat()
+        run = {"machine": self.machine, "quick": self.quick, "date": date, "commit": self._commit}
         line = {"key": point.key, **run, "result": known}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self.results[point.key] = result
+        self._origins[point.key] = date, self._commit
+
+    def sittings(self, points: Iterable[Point]) -> dict[str, str]:
+        """The dates and the commits of the results of `points`."""
+        known = [of for point in points if (of := self._origins.get(point.key))]
+        found = zip(("date", "commit"), zip(*known, strict=True), strict=False)
+        return {name: ", ".join(sorted(filter(None, {*of}))) for name, of in found}
 
     def _read(self) -> None:
         """Read what is there; cut off a torn last line, so that lines may follow."""
@@ -51,10 +62,13 @@ class Store:
         for text in whole.splitlines():
             try:
                 line = json.loads(text)
-                if (line["machine"], line.get("quick", False)) == (self.machine, self.quick):
+                if line["machine"] != self.machine:
+                    self.others.add(line["machine"])
+                elif line.get("quick", False) == self.quick:
                     result = Result(**line["result"])
                     if not result.again:
                         self.results[line["key"]] = result
+                        self._origins[line["key"]] = line.get("date"), line.get("commit")
             except (ValueError, KeyError, TypeError):
                 continue  # damaged, or of another version: measured again
 
