@@ -42,7 +42,7 @@ class _Launched:
 
 
 _NO_MORE = object()  # in place of a request: the run has all of them
-RESULT_DELAY_S = 0.5  # that a result waits at most while the CPU has no time for it
+RESULT_DELAY_S = 0.5  # the most that a result waits for steps to be launched first
 
 
 class Engine:
@@ -82,7 +82,7 @@ class Engine:
     ) -> Generator[Completion | RowError, None, None]:
         """Completions in the order in which they finish; requests are taken as there is room.
 
-        They are made and yielded while the device computes, since the caller may take its time.
+        Results are made and yielded while the device computes, since the caller may take its time.
 
         None in place of a request says that none has arrived: the others go on, and the next is
         asked for after a step. When nothing runs, `requests` should wait for one instead.
@@ -117,7 +117,7 @@ class Engine:
                     self._collect()
                 elif self._exhausted and not (self.preemption.queue or self._beginning()):
                     return
-        except Exception:
+        except Exception:  # finished results come first
             self._steps.clear()
             yield from self._results()
             raise
@@ -314,7 +314,7 @@ class Engine:
         self.stats.draft_lost_s = self._drafts.rejected_s
 
     def _end(self, r: RequestState, reason: Reason) -> None:
-        """Take `r` out of its slot; its result follows."""
+        """Take `r` out of its slot; `_results` makes its result."""
         r.ended = True
         self._running.remove(r)
         self.admission.release(r)
