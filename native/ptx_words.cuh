@@ -66,6 +66,14 @@ __device__ __forceinline__ uint32_t and_or(uint32_t word, uint32_t mask, uint32_
   return result;
 }
 
+// Bytes of `word`: each four bits of `selector` have the number of a byte, or 8 more for eight times
+// the byte's highest bit.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t word, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(word), "r"(selector));
+  return result;
+}
+
 // 2 to the power of `value`; subnormal results are zero.
 __device__ __forceinline__ float exp2(float value) {
   float power;

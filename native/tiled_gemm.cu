@@ -155,6 +155,10 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     if (empty_before) ring.release(empty_before);
 #endif
 
+#if CODE
+    if (!tile.stores_partial) multiply_rows(warp_units.scales, acc);
+#endif
+
     if (tile.stores_partial) {
       store_partial(args, acc);
     } else if (!kClusters || args.k_ctas == 1) {

@@ -11,7 +11,9 @@
 
 #include "gemm_multiply.cuh"
 #include "tiled_producer.cuh"
-#include "units.cuh"
+#if CODE
+#include "tiled_scales.cuh"
+#endif
 
 #if CODE
 
@@ -109,7 +111,7 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
 
 // A warp's codes and scales of 64 columns of two row blocks, `top` and `bottom` in shared memory.
 struct WarpUnits {
-  RowScales scales[2];
+  PairScales scales[2];
   Codes<4> codes[2];
 
   __device__ __forceinline__ void load(const uint8_t* top, const uint8_t* bottom, int atom) {
@@ -129,9 +131,10 @@ struct Fragments {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       uint32_t pairs[2];
-      from.codes[i].expand(step, from.scales[i], pairs);
-      of[step][i] = scaled(pairs[0], from.scales[i], step);
-      of[step][2 + i] = scaled(pairs[1], from.scales[i], step);
+      if (kPlaced) from.codes[i].place(step, pairs);
+      else from.codes[i].expand(step, from.scales[i], pairs);
+      of[step][i] = from.scales[i].multiply(pairs[0], step);
+      of[step][2 + i] = from.scales[i].multiply(pairs[1], step);
     }
   }
   __device__ __forceinline__ void expand(const WarpUnits& from) {

@@ -27,7 +27,27 @@ __device__ __forceinline__ uint32_t offset_of(uint32_t zero) {
   return kMagic | twice(0x8000 | zero);
 }
 
-// Pair `number` of a word, of columns 8 * number + 2t and 8 * number + 2t + 1, without its scale.
+// Pair `number` of a word of floats, of columns 8 * number + 2t and 8 * number + 2t + 1: their sign,
+// exponent and mantissa where a 16-bit float has them, which is the value times 2^-kBias, also for
+// subnormal numbers. e4m3's code 0x7F, which is NaN, becomes 480.
+constexpr int kBias = (BFLOAT16 ? 127 : 15) - (CODE == kE2m1 ? 1 : 7);
+__device__ __forceinline__ uint32_t placed(uint32_t word, int number) {
+  if (CODE == kE4m3) {
+    // Above each code eight times its sign.
+    const uint32_t pair = ptx::bytes_of(word, number == 0 ? 0xa280 : 0xb391);
+    return BFLOAT16 ? pair << 4 & 0x87f087f0 : pair << 7 & 0xbf80bf80;
+  }
+  const uint32_t top = word << 12 - 4 * number;
+  const uint32_t size = BFLOAT16 ? top >> 6 & 0x01c001c0 : top >> 3 & 0x0e000e00;
+  return (top & 0x80008000) | size;
+}
+
+// 2^power as a 16-bit float, twice.
+__device__ __forceinline__ constexpr uint32_t power_pair(int power) {
+  return twice(BFLOAT16 ? power + 127 << 7 : power + 15 << 10);
+}
+
+// Pair `number` of a word without its scale. e4m3's NaN becomes 480.
 __device__ __forceinline__ uint32_t expanded(uint32_t word, int number, uint32_t offset) {
   if (CODE == kInt4)
     return ptx::add(ptx::and_or(word >> 4 * number, 0x000f000f, kMagic), offset, Element());
@@ -40,37 +60,48 @@ __device__ __forceinline__ uint32_t expanded(uint32_t word, int number, uint32_t
     const uint32_t value = ptx::sub(low, high, Element());
     return ZEROS ? ptx::add(value, offset, Element()) : value;
   }
-  // Sign, exponent and mantissa where a 16-bit float has them; a power of two makes up for the
-  // difference of the biases, for subnormal numbers too.
-  if (CODE == kE2m1) {
-    const uint32_t top = word << 12 - 4 * number;
-    const uint32_t size = BFLOAT16 ? top >> 6 & 0x01c001c0 : top >> 3 & 0x0e000e00;
-    return ptx::mul((top & 0x80008000) | size, twice(BFLOAT16 ? 0x7e80 : 0x7400), Element());
-  }
-  const uint32_t top = word << 8 - 8 * number;
-  const uint32_t size = BFLOAT16 ? top >> 4 & 0x07f007f0 : top >> 1 & 0x3f803f80;
-  const uint32_t value =
-      ptx::mul((top & 0x80008000) | size, twice(BFLOAT16 ? 0x7b80 : 0x5c00), Element());
-  // Code 0x7F is NaN but has become 480; other numbers are at most 448. Times 1.125 * 2^119, or in
-  // float16 2^7, only 480 becomes infinite, and infinity times zero NaN.
-  const uint32_t large = ptx::mul(value, twice(BFLOAT16 ? 0x7b10 : 0x5880), Element());
-  return ptx::fma(large, 0, value, Element());
+  return ptx::mul(placed(word, number), power_pair(kBias), Element());
+}
+
+// An expanded pair of e4m3, but NaN where it has 480; other numbers are at most 448. Times
+// 1.125 * 2^119, or in float16 2^7, only 480 becomes infinite, and infinity times zero NaN.
+__device__ __forceinline__ uint32_t with_nan(uint32_t pair) {
+  if (CODE != kE4m3) return pair;
+  const uint32_t large = ptx::mul(pair, twice(BFLOAT16 ? 0x7b10 : 0x5880), Element());
+  return ptx::fma(large, 0, pair, Element());
 }
 
 __device__ __forceinline__ float factor_of(const uint8_t* unit, int row) {
   return reinterpret_cast<const float*>(unit + kFactorsAt)[row];
 }
 
-// Scales and zeros of a row of an atom. Steps are of 16 columns.
+// Scales and zeros of a row of an atom. Steps are of 16 columns. A negative scale of e4m3 marks a
+// group with a code that is NaN.
 struct RowScales {
   static constexpr int kGroups = GROUP < ATOM_COLS ? ATOM_COLS / GROUP : 1;
   static constexpr int kBytes = kGroups * SCALE_BYTES;
 
   // Not empty either where the elements of 16 bits have no scales.
   uint32_t scales[kBytes > 4 ? kBytes / 4 : 1], zeros[(kGroups + 1) / 2];
-  float factor;
+  float factor = 0.0f;
 
+  // For products: a NaN in a row makes all its outputs NaN, so a marked group's scale may be NaN,
+  // which are ones in all bits.
   __device__ __forceinline__ void load(const uint8_t* unit, int atom, int row) {
+    load_marked(unit, atom, row);
+#pragma unroll
+    for (uint32_t& word : scales)
+      if (CODE == kE4m3) word |= ptx::bytes_of(word, SCALE_BYTES == 4 ? 0xbbbb : 0xbb99);
+  }
+  // For weights.
+  __device__ __forceinline__ void load_bare(const uint8_t* unit, int atom, int row) {
+    load_marked(unit, atom, row);
+#pragma unroll
+    for (uint32_t& word : scales)
+      if (CODE == kE4m3) word &= SCALE_BYTES == 4 ? 0x7fffffff : 0x7fff7fff;
+  }
+
+  __device__ __forceinline__ void load_marked(const uint8_t* unit, int atom, int row) {
     const int first = row * kUnitGroups + atom * ATOM_COLS / GROUP;
     words<kBytes>(unit + kScalesAt + first * SCALE_BYTES, scales);
     if (ZEROS) words<2 * kGroups>(unit + kZerosAt + first * 2, zeros);
@@ -162,6 +193,12 @@ struct Codes {
     for (int i = 0; i < 2; i++)
       pairs[i] = expanded(word, first + i, offset);
   }
+  // The same of floats, but placed.
+  __device__ __forceinline__ void place(int step, uint32_t (&pairs)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      pairs[i] = placed(words[step % steps / kWordSteps], step % kWordSteps * 2 + i);
+  }
 };
 
 // A lane's pairs of an atom, scaled: those of columns 8 i + 2t and 8 i + 2t + 1 of its row.
@@ -171,7 +208,7 @@ struct Pairs {
   __device__ __forceinline__ Pairs(const uint8_t* unit, int atom, int lane) {
     RowScales scales;
     Codes<4> codes;
-    scales.load(unit, atom, lane / 4);
+    scales.load_bare(unit, atom, lane / 4);
     codes.load(unit, atom, 0, lane);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
@@ -179,7 +216,7 @@ struct Pairs {
       codes.expand(step, scales, both);
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        of[2 * step + i] = scaled(both[i], scales, step);
+        of[2 * step + i] = scaled(with_nan(both[i]), scales, step);
     }
   }
 
@@ -200,7 +237,7 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
   const auto* const words =
       reinterpret_cast<const uint32_t*>(unit + atom * kCodesBytes) + row * 4 * kAtomWords;
   RowScales scales;
-  scales.load(unit, atom, row);
+  scales.load_bare(unit, atom, row);
   uint32_t pairs[4];
 #pragma unroll
   for (int t = 0; t < 4; t++) {
@@ -211,7 +248,7 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
     for (int i = 0; i < kAtomChunks; i++) {
       if (i != chunk) continue;
       const uint32_t pair = expanded(word, i % kWordPairs, scales.offset(i / 2));
-      pairs[t] = scaled(pair, scales, i / 2);
+      pairs[t] = scaled(with_nan(pair), scales, i / 2);
     }
   }
   return {pairs[0], pairs[1], pairs[2], pairs[3]};

@@ -47,6 +47,20 @@ def test_rows_are_read_as_they_were_packed(layout: Quantised, split: Split) -> N
     assert torch.equal(found, ((values - per_column[0]) * per_column[1]).half())
 
 
+@pytest.mark.parametrize("scale_bytes", [2, 4])
+def test_scales_below_zero_and_codes_that_are_no_numbers(scale_bytes: int) -> None:
+    layout = Quantised("e4m3", 128, scale_bytes)
+    codes, scales = stored_of(layout, ROWS, COLS, torch.bfloat16)
+    scales[::2] *= -1
+    codes[::5, 300] = 0x7F
+    data = torch.empty(layout.arrays(COLS)[0].nbytes(ROWS), dtype=torch.uint8)
+    layout.write([data], Split(6), 0, codes, scales)
+    found = layout.read([data], Split(6), COLS, torch.float32 if scale_bytes == 4 else scales.dtype)
+    wide = scales.float().repeat_interleave(128, 1) * codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(found[:ROWS].isnan(), wide.isnan()) and wide.isnan().sum() == 9
+    assert torch.equal(found[:ROWS].nan_to_num(), wide.to(found.dtype).nan_to_num())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_unit_is_in_whole_copies(layout: Quantised) -> None:
     assert layout.unit_bytes % 16 == 0 and layout.row_block_bytes(COLS) == 3 * layout.unit_bytes

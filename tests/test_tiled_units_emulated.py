@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cards import hopper
+from cases import cases
 from emulated import EmulatedKernel, atoms_map, boxes_map, of_name
 from packed_matrices import LAYOUTS, normal, quantised
 
@@ -41,12 +42,18 @@ def on_the_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "check_gpu", lambda _: None)
 
 
-def matrix_of(layout: Quantised, m: int, k: int, row_blocks: Sequence[int] = ()) -> TieredMatrix:
+def matrix_of(
+    layout: Quantised,
+    m: int,
+    k: int,
+    row_blocks: Sequence[int] = (),
+    dtype: torch.dtype = torch.float16,
+) -> TieredMatrix:
     """A random matrix, the same wherever its row blocks lie."""
     row_blocks = row_blocks or (row_block_count(m),)
     access = [TierAccess(sms=2)] * len(row_blocks)
     splits = split_row_blocks(row_blocks, access, card=hopper(3), atom_bytes=layout.atom_bytes)
-    return quantised(layout, m, k, splits, dtype=torch.float16, device="cpu")
+    return quantised(layout, m, k, splits, dtype=dtype, device="cpu")
 
 
 def config(*tiers: TierTiles, shape: Shape = ALONG_W, stages: int = 3) -> TiledConfig:
@@ -79,6 +86,45 @@ def test_it_is_exact(layout: Quantised) -> None:
     matrix, shape = matrix_of(layout, 203, 456), replace(ALONG_W, atom_bytes=layout.atom_bytes)
     found = run(matrix, 70, config(TierTiles(2, 14, window=3), shape=shape))
     assert error(found, exact(matrix, 70)) < 5e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "layout", cases([(layout,) for layout in LAYOUTS], LAYOUTS[-3:].__contains__), ids=str
+)
+def test_weights_are_rounded_once(layout: Quantised, dtype: torch.dtype) -> None:
+    """Rows of X that are zero but for a 1 give columns of W.
+
+    In bfloat16 a float32 scale is two numbers, which have 16 bits together: some weights that lie
+    between two numbers become the other one.
+    """
+    n = 64
+    matrix = matrix_of(layout, 203, 456, dtype=dtype)
+    columns = torch.randperm(456, generator=torch.Generator().manual_seed(SEED))[:n]
+    x, out = torch.zeros(n, 456, dtype=dtype), torch.full((n, 203), math.nan, dtype=dtype)
+    x[torch.arange(n), columns] = 1
+    how = config(TierTiles(2, 14, window=3), shape=replace(ALONG_W, atom_bytes=layout.atom_bytes))
+    tiled_gemm.tiled_gemm(x, matrix, how, out)
+    bits, wanted = (  # of 0, not of -0
+        (y + 0).view(torch.int16).int() for y in (out, matrix.dense()[:, columns].T.contiguous())
+    )
+    apart = (bits - wanted).abs()
+    assert apart.max() <= 1 and apart.count_nonzero() <= 0.01 * apart.numel()
+
+
+def test_a_weight_that_is_no_number_spoils_its_row_alone() -> None:
+    layout = Quantised("e4m3", 128, 4)
+    matrix = matrix_of(layout, 24, 256, dtype=torch.bfloat16)
+    part = matrix.parts[0]
+    how = config(TierTiles(1, 3), shape=replace(ALONG_W, atom_bytes=layout.atom_bytes))
+    wanted = run(matrix, 9, how)
+    codes, scales, _, _ = layout.unpacked(part.arrays[0].view(3, 2, -1).transpose(0, 1))
+    codes[9, 200] = 0xFF
+    layout.write(part.arrays, part.split, 0, codes, scales.view(torch.float32))
+    found = run(matrix, 9, how)
+    assert bool(found[:, 9].isnan().all())
+    others = [row for row in range(24) if row != 9]
+    assert torch.equal(found[:, others], wanted[:, others])
 
 
 @pytest.mark.parametrize("shape", [ALONG_W, ALONG_X])

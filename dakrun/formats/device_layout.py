@@ -8,6 +8,9 @@ along K, and moves with its scales. A checkpoint's format makes of its tensors w
     scales: [8 rows][groups of the unit]               of 1, 2 or 4 bytes; zeros: int16 likewise
     factors: [8 rows] float32                          with scales of 1 byte
 
+A scale of e4m3 is negative if its group has a code that is NaN, so that products need not look at
+each code; a scale that is stored as a negative number has its sign in the codes.
+
 The order in an atom is that of the fragments of both mma.m16n8k16 and wgmma whose operand A lies in
 registers: lane 4g + t has, for each 16 columns, 2t, 2t + 1, 2t + 8 and 2t + 9 of row g. Elements of
 4 bits are 32-bit words for 32 columns each, which have nibbles 0 to 3 for columns 2t, 2t + 8,
@@ -39,8 +42,8 @@ class Quantised(WeightFormat):
 
     Codes are unsigned integers, with "int4" of 4 bits and with "int8" of 8, or floats: e2m1 of 4
     bits, e4m3 of 8, whose code 0x7F is NaN. A scale is for `group` columns of a row. It has the
-    products' dtype (`scale_bytes` is 2), or is float32 (4), or e4m3 (1) with a float32 factor for
-    the row. Integers without `zeros` have the zero 8, or 128; floats have none.
+    products' dtype (`scale_bytes` is 2), or is float32 (4), or with e2m1 e4m3 (1), with a float32
+    factor for the row. Integers without `zeros` have the zero 8, or 128; floats have none.
     """
 
     code: Code
@@ -54,7 +57,8 @@ class Quantised(WeightFormat):
             self.code not in CODES
             or self.group not in GROUPS
             or self.scale_bytes not in (1, 2, 4)
-            or (self.scale_bytes == 1 and self.group > 64)
+            or (self.scale_bytes == 1) != (self.code == "e2m1")
+            or (self.code == "e2m1" and self.group > 64)
             or (self.zeros and self.code not in ("int4", "int8"))
         ):
             raise ValueError(f"there is no layout for {self}")
@@ -155,6 +159,8 @@ class Quantised(WeightFormat):
         """Units [units, row blocks, unit bytes] of rows [R, K]; padding is zero, scales too."""
         import torch
 
+        if self.code == "e4m3":
+            codes, scales = _marked(codes, scales, self.group)
         height, cols = codes.shape
         blocks, units = row_block_count(height), ceil_div(cols, UNIT_COLS)
 
@@ -224,7 +230,27 @@ class Quantised(WeightFormat):
             zero = rows(zeros, torch.int16).float()
         if self.scale_bytes == 1:
             factor = rows(factors, torch.float32).repeat_interleave(self.unit_groups, 1)
-        return codes, rows(scales, torch.uint8), zero, factor
+        of_rows = rows(scales, torch.uint8)
+        if self.code == "e4m3":
+            of_rows[:, self.scale_bytes - 1 :: self.scale_bytes] &= 0x7F
+        return codes, of_rows, zero, factor
+
+
+def _marked(
+    codes: "torch.Tensor", scales: "torch.Tensor", group: int
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Codes and scales of e4m3 as units have them: negative scales mark groups with NaN."""
+    import torch
+
+    height, cols = codes.shape
+    groups = torch.nn.functional.pad(codes, (0, -cols % group)).view(height, -1, group)
+    nan = (groups & 0x7F).amax(2) == 0x7F
+    negative = scales.signbit()
+    if bool(negative.any()):
+        groups = groups ^ (negative[:, :, None].to(torch.uint8) << 7)
+        codes = groups.view(height, -1)[:, :cols]
+    sizes = scales.abs()
+    return codes, torch.where(nan, -sizes, sizes)
 
 
 def decoded(codes: "torch.Tensor", code: Code) -> "torch.Tensor":

@@ -40,6 +40,16 @@ inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
   return (word & mask) | bits;
 }
 
+inline uint32_t bytes_of(uint32_t word, uint32_t selector) {
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t number = selector >> 4 * i & 15, byte = word >> 8 * (number & 3) & 0xff;
+    if (number & 4) continue;  // of a second word, which is 0
+    result |= (number & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;
+  }
+  return result;
+}
+
 inline uint4 load_chunk(uint32_t address) {
   uint4 words;
   std::memcpy(&words, emulator::at(address, sizeof words), sizeof words);
