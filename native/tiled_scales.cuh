@@ -76,10 +76,11 @@ struct PairScales : RowScales {
 
 // Scales the sums of two row blocks' rows.
 __device__ __forceinline__ void multiply_rows(const PairScales (&scales)[2], Accumulators& acc) {
-  if (kRowPower == 0) return;
+  if constexpr (kRowPower != 0) {
 #pragma unroll
-  for (int i = 0; i < 2 * TILES; i++) {
-    const float factor = scales[i % 2].row_factor();
-    acc.tile[0][i].x *= factor, acc.tile[0][i].y *= factor;
+    for (int i = 0; i < 2 * TILES; i++) {
+      const float factor = scales[i % 2].row_factor();
+      acc.tile[0][i].x *= factor, acc.tile[0][i].y *= factor;
+    }
   }
 }

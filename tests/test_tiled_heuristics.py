@@ -170,6 +170,15 @@ def test_wide_tiles_leave_few_sms_without_work(n: int, rows: int) -> None:
     assert launch.ctas >= 126
 
 
+@pytest.mark.parametrize("atom_bytes", W_ATOMS[1:])
+def test_a_w_of_fewer_bits_has_tiles_of_many_rows_of_x(atom_bytes: int) -> None:
+    """Half as many rows of X in a tile would take as many instructions to expand W, twice."""
+    (launch,) = tiled_config(
+        512, (512,), (LOCAL,), cols=4096, card=H200, atom_bytes=atom_bytes
+    ).launches
+    assert (launch.shape.rows, launch.shape.k_ctas) == (256, 2)
+
+
 def test_a_small_gpu_has_small_tiles() -> None:
     (launch,) = tiled_config(2048, [3584], [LOCAL], cols=7168, card=replace(SMALL, sms=84)).launches
     assert launch.shape.tiles == 8 and not launch.shape.wide and launch.stages >= 3

@@ -16,7 +16,7 @@ ATOM_CYCLES = 36.2  # products of an 8 x 64 tile
 STAGE_CYCLES = 360  # the whole stage, at least: its issue
 LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
-EXPAND_CYCLES = 300  # expanding a stage of a W of fewer bits
+EXPAND_CYCLES = 200  # of a stage of a W of fewer bits, in which no product runs
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
@@ -59,10 +59,8 @@ def tiles_cycles(
     x_reads = 1 if card.has_wgmma else GROUP_WARPS
     shared = SHARED_CYCLES * (landed + groups * (w_size * TILE_ROW_BLOCKS + x_reads * shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
-    expands = EXPAND_CYCLES if shape.has_units else 0
-    stage = max(
-        STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands, expands
-    )
+    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
+    stage += EXPAND_CYCLES if shape.has_units else 0
     w, x = shape.atom_bytes * W_READ_WEIGHT * tile_row_blocks, ATOM_BYTES * x_tiles / shape.w_ctas
     reads = (w + x) / L2_BYTES
     fraction = WIDE_READ_FRACTION if shape.wide else READ_FRACTION
