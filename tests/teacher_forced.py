@@ -1,11 +1,18 @@
-"""Two runs of the same requests compared token by token on the same histories (teacher-forced)."""
+"""Two runs of the same requests compared token by token on the same histories (teacher-forced).
+
+Runs differ for good reason only where two scores nearly tie, and behind that they have other texts.
+So what counts is where they differ first, not how many texts are equal.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedModel
 
+from dakrun.config import SamplingParams
+from dakrun.engine.adjustments import History, adjusted
 from dakrun.engine.sampler import noise, request_seed
 from dakrun.requests import Completion, Request
 
@@ -17,7 +24,7 @@ TOP = 20  # likeliest tokens whose log-probabilities tell scores
 class Divergence:
     """Where two runs chose differently behind the same `history`.
 
-    `gap` is the difference of the two tokens' logits, with their noise, as the first run has them.
+    `gap` is the difference of the two tokens' logits, with their noise.
     """
 
     history: tuple[int, ...]
@@ -32,7 +39,7 @@ def divergences(
     """The positions that were compared, and where `run` chooses otherwise than in `found`.
 
     Behind a token that differs, `run` goes on from the history of `found`. The requests ask for TOP
-    log-probabilities and have no penalties.
+    log-probabilities, which tell the gaps, and have no penalties.
     """
     positions, differ, left = 0, list[Divergence](), list(requests)
     done = dict.fromkeys((request.id for request in requests), 0)
@@ -61,6 +68,41 @@ def divergences(
                 again.append(replace(request, prompt_ids=prompt, params=params))
         left = again
     raise AssertionError(f"more than {ROUNDS} differences in a request")
+
+
+@torch.no_grad()
+def first_divergences(
+    model: PreTrainedModel,
+    params: Sequence[SamplingParams],
+    one: Sequence[Completion],
+    other: Sequence[Completion],
+) -> tuple[int, list[Divergence]]:
+    """The positions up to the first difference of each request's two results, and where it is.
+
+    The `model` tells the gaps, by its logits with the penalties and the noise of the request. With
+    top-k a token may also be near to being left out: the gap is then that to the last one kept.
+    """
+    positions, differ = 0, list[Divergence]()
+    for own, a, b in zip(params, one, other, strict=True):
+        pairs = zip(a.token_ids, b.token_ids, strict=False)
+        first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        if first is None:
+            assert a.token_ids == b.token_ids, "a result ends before the other does"
+            positions += len(a.token_ids)
+            continue
+        positions += first + 1
+        history = (*a.prompt_token_ids, *a.token_ids[:first])
+        (logits,) = model(torch.tensor([history], device=model.device)).logits[:, -1].float()
+        scores = adjusted(logits, own, History(a.prompt_token_ids, a.token_ids[:first], ())).cpu()
+        drawn = torch.from_numpy(noise(request_seed(own.seed, a.id), len(history), len(scores)))
+        tokens = [a.token_ids[first], b.token_ids[first]]
+        x, y = (scores + own.temperature * drawn)[tokens].tolist()
+        gap = abs(x - y)
+        if own.top_k:
+            last = scores.topk(own.top_k).values[-1]
+            gap = min(gap, float((scores[tokens] - last).abs().min()))
+        differ.append(Divergence(history, gap))
+    return positions, differ
 
 
 def gap_of(request: Request, own: Completion, place: int, found: tuple[int, float]) -> float:

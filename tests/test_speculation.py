@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 from click.testing import CliRunner
 from rich.console import Console
-from teacher_forced import divergences
+from teacher_forced import divergences, first_divergences
 from tiny_tokenizer import make_tokenizer_files
 
 from dakrun import StructuredOutputsParams
@@ -222,6 +222,31 @@ def test_runs_are_compared_on_the_same_histories(path: Path) -> None:
         positions, (one,) = divergences(again, requests, {**found, "r1": changed})
     assert positions == 60 and one.history == history[:-1]
     assert one.gap == pytest.approx(place.chosen.logprob - other.logprob)
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_the_gap_of_a_first_difference_is_a_bias_that_makes_up_for_it(
+    path: Path, heat: float
+) -> None:
+    params = SamplingParams(
+        max_tokens=12, ignore_eos=True, temperature=heat, presence_penalty=0.5,
+        repetition_penalty=1.2,
+    )  # fmt: skip
+    model = tiny_models.reference("llama-gqa3-tied")
+    with load(path, "off") as llm:
+
+        def against(bias: float) -> list[Completion]:
+            own = replace(params, logit_bias=((token, bias),))
+            return llm.generate([[5, 6, 7]], own, progress=False)
+
+        (one,) = found = llm.generate([[5, 6, 7]], params, progress=False)
+        token = one.token_ids[5]
+        assert first_divergences(model, [params], found, found) == (12, [])
+        positions, (differ,) = first_divergences(model, [params], found, against(-50.0))
+        assert one.token_ids[positions - 1] == token and differ.gap > 0.01
+        for share, same in ((0.99, True), (1.01, False)):
+            (other,) = against(-share * differ.gap)
+            assert (other.token_ids[:positions] == one.token_ids[:positions]) == same
 
 
 @pytest.mark.parametrize("speculate", ["on", "suffix:99", 3])

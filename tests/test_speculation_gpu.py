@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peers import readable_peer, with_peers
-from teacher_forced import TOP, Divergence, divergences, unit_in_last_place
+from teacher_forced import TOP, Divergence, divergences, first_divergences, unit_in_last_place
 from tiny_models import kernel_models, save_half
 from tiny_tokenizer import make_tokenizer_files
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -25,6 +25,10 @@ from dakrun.requests import Completion, Request
 
 pytestmark = pytest.mark.gpu
 VOCAB, NEW = 5003, 96
+# Units in the last place between scores that nearly tie, where two runs in 16 bits may disagree:
+# as one of the runs has the scores, and as the model in float32 has them. Between transformers' own
+# runs they move by up to 6 and 13 units; the scores of any two tokens are hundreds of units apart.
+NEAR, FAR = 8, 32
 COMMON = {
     "vocab_size": VOCAB, "hidden_size": 1024, "num_hidden_layers": 3,
     "max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
@@ -48,9 +52,23 @@ OF_TOKENIZER = LlamaConfig(
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
-    """A checkpoint in float16, and the same in float32 on the GPU."""
-    path = save_half(CONFIGS[request.param], tmp_path_factory.mktemp("model"))
-    return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
+    """A checkpoint in float16 whose texts repeat themselves, and the same in float32 on the GPU."""
+    path = save_half(CONFIGS[request.param], tmp_path_factory.mktemp("model"), repeats=True)
+    return path, in_float32(path)
+
+
+@pytest.fixture
+def spelling(tmp_path: Path) -> tuple[Path, PreTrainedModel]:
+    """The same of a model that has a tokenizer of bytes and ends its texts."""
+    path = save_half(OF_TOKENIZER, tmp_path / "model")
+    tokenizer = make_tokenizer_files(tmp_path / "tokenizer")
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, path / name)
+    return path, in_float32(path)
+
+
+def in_float32(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
 
 
 def load(path: Path, speculate: str, batch_size: int = 16, **policy: object) -> LLM:
@@ -79,8 +97,9 @@ def check(
     dtype: torch.dtype,
     positions: int,
     differ: Sequence[Divergence],
+    units: int = NEAR,
 ) -> None:
-    """At most 1% of choices differ, where two scores are within 2 units in the last place.
+    """At most 1% of choices differ, where two scores are within `units` in the last place.
 
     The model in float32 says how large the logits are. A mixture may choose other experts in a step
     of other rows, which changes more.
@@ -92,7 +111,7 @@ def check(
     for one in differ:
         with torch.no_grad():
             logits = model(torch.tensor([one.history], device="cuda")).logits[0, -1].float()
-        assert one.gap <= 2 * unit_in_last_place(logits, dtype)
+        assert one.gap <= units * unit_in_last_place(logits, dtype)
 
 
 def run(llm: LLM, requests: Sequence[Request]) -> dict[str, Completion]:
@@ -125,7 +144,8 @@ def test_drafts_change_tokens_only_at_near_ties(
         assert isinstance(llm.engine.runner, GraphRunner)
         found, stats = run(llm, requests), llm.engine.stats
         accepted, rows = sum(stats.accepted_drafts.values()), sum(stats.drafts.values())
-        assert accepted > 0.1 * rows, "random models soon repeat themselves"
+        rejected = sum(drafts * times for drafts, times in stats.drafts.items()) - accepted
+        assert min(accepted, rejected) > 0.05 * rows
     with load(path, "off", offload_ratio=ratio, kv_offload_ratio=ratio) as llm:
         check(reference, torch.float16, *divergences(partial(run, llm), requests, found))
 
@@ -163,8 +183,7 @@ def test_chats_with_a_shared_prefix(path: Path, dtype: str, ratio: float) -> Non
                 found = run(llm, requests)
                 continue
             compared = divergences(partial(run, llm), requests, found)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
-    check(reference, getattr(torch, dtype), *compared)
+    check(in_float32(path), getattr(torch, dtype), *compared)
 
 
 def test_few_blocks_and_other_options(
@@ -172,9 +191,9 @@ def test_few_blocks_and_other_options(
 ) -> None:
     """Requests give their blocks up; samples, penalties, log-probabilities, stops of all lengths.
 
-    Results have the right lengths and log-probabilities; most are those without drafts.
+    Results have the right lengths and log-probabilities, and first differ at near ties.
     """
-    path, _ = model
+    path, reference = model
     monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0.8, "top_k": 50}, {"logprobs": 2}, {"repetition_penalty": 1.3},
@@ -187,35 +206,31 @@ def test_few_blocks_and_other_options(
         )
         for i, ids in enumerate(given)
     ]  # fmt: skip
-    results: list[dict[str, Completion]] = []
+    results: list[list[Completion]] = []
     for choice in ("off", "suffix:5"):
         with LLM(
             path, device="cuda", batch_size=16, max_model_len=320, expected_prompt=20,
             expected_tokens=20, speculate=choice,
             policy=Policy(offload_ratio=0.2, kv_offload_ratio=0.25),
         ) as llm:  # fmt: skip
-            found = {one.id: one for one in llm.stream(requests)}
+            found = run(llm, requests)
             assert llm.engine.stats.preempted
-        for request in requests:
-            one = found[request.id]
-            assert isinstance(one, Completion) and len(one.token_ids) == request.params.max_tokens
+        results.append([found[request.id] for request in requests])
+        for request, one in zip(requests, results[-1], strict=True):
+            assert len(one.token_ids) == request.params.max_tokens
             if one.logprobs is not None:
                 assert [a.chosen.token_id for a in one.logprobs] == list(one.token_ids)
-        results.append(found)  # type: ignore[arg-type]
-    equal = sum(results[0][r.id].token_ids == results[1][r.id].token_ids for r in requests)
-    assert equal >= 0.8 * len(requests)
+    params = [request.params for request in requests]
+    check(reference, torch.float16, *first_divergences(reference, params, *results), FAR)
 
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_answers_with_forms_that_give_their_blocks_up(
-    swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swaps: bool, spelling: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forms and penalties while requests are preempted: nearly all as without drafts."""
+    """Forms and penalties while requests are preempted: as without drafts, up to near ties."""
     monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
-    path = save_half(OF_TOKENIZER, tmp_path / "model")
-    tokenizer = make_tokenizer_files(tmp_path / "tokenizer")
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-        shutil.copy(tokenizer / name, path / name)
+    path, reference = spelling
     form = StructuredOutputsParams(regex="([a-z]{3} ){20,40}")
     kinds = ({"structured_outputs": form}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.4})
     params = [SamplingParams(max_tokens=150, **kinds[i % 3]) for i in range(36)]
@@ -231,12 +246,11 @@ def test_answers_with_forms_that_give_their_blocks_up(
             space.open()
             space.wait()
             llm.engine.preemption.swap = space
-            found.append([one.token_ids for one in llm.generate(prompts, params)])
+            found.append(llm.generate(prompts, params))
             stats = llm.engine.stats
             assert stats.preempted and bool(stats.swapped) == swaps
             assert choice == "off" or sum(stats.accepted_drafts.values()) > 0
-    equal = sum(one == other for one, other in zip(*found, strict=True))
-    assert equal >= 0.9 * len(prompts)
+    check(reference, torch.float16, *first_divergences(reference, params, *found), FAR)
 
 
 def test_parts_on_a_peer(model: tuple[Path, PreTrainedModel]) -> None:
@@ -264,21 +278,25 @@ def test_parts_on_a_peer(model: tuple[Path, PreTrainedModel]) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["suffix:7", "auto"])
-def test_answers_with_a_form_and_stops(speculate: str) -> None:
-    """The demo's model: stop strings, a grammar, the end of a sequence; equal to steps without."""
-    form = StructuredOutputsParams(regex="(one ){3}")
+def test_answers_with_a_form_and_stops(
+    speculate: str, spelling: tuple[Path, PreTrainedModel]
+) -> None:
+    """Stop strings, a grammar, the end of a sequence, samples: as without drafts."""
+    path, reference = spelling
+    form = StructuredOutputsParams(regex="(one |two ){3}")
     params = [
-        SamplingParams(max_tokens=40, stop="\n"),
+        SamplingParams(max_tokens=40, stop=("e", "n", "a", "o", "1", "8")),
         SamplingParams(max_tokens=40, structured_outputs=form),
         SamplingParams(max_tokens=40, temperature=0.9, seed=3),
     ] * 12
     prompts = [f"{word} plus {other} equals" for word in WORDS for other in WORDS]
     found = []
     for choice in ("off", speculate):
-        with LLM(MODEL, device="cuda", batch_size=8, speculate=choice) as llm:
-            found.append([one.token_ids for one in llm.generate(prompts, params)])
-    equal = sum(one == other for one, other in zip(*found, strict=True))
-    assert equal >= len(prompts) - 1, "at most one near tie"
+        with LLM(path, device="cuda", batch_size=8, speculate=choice) as llm:
+            found.append(llm.generate(prompts, params))
+    assert all(one.valid for one in found[1][1::3])
+    assert len({one.finish_reason for one in found[1][::3]}) == 2, "some stop, and some do not"
+    check(reference, torch.float16, *first_divergences(reference, params, *found), FAR)
 
 
 WORDS = ("one", "two", "seven", "ten", "twelve", "thirty")

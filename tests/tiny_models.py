@@ -198,13 +198,20 @@ def _mixture(name: str, common: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def save_half(config: PreTrainedConfig, directory: Path) -> Path:
-    """Write a checkpoint of `config` in float16, with random weights, norms and biases."""
+def save_half(config: PreTrainedConfig, directory: Path, *, repeats: bool = False) -> Path:
+    """Write a checkpoint of `config` in float16, with random weights, norms and biases.
+
+    Texts of a model that `repeats` soon repeat themselves: the logits of 13 tokens are larger than
+    others. Where input embeddings grow with them, so do the logits of the token before.
+    """
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in reference.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.1)
+    if repeats:
+        head = reference.get_output_embeddings().weight.data
+        head[:: len(head) // 12] *= 3 if config.tie_word_embeddings else 8
     reference.half().save_pretrained(directory)  # which also rounds the frequencies of RoPE
     return directory
 
