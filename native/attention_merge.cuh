@@ -92,9 +92,9 @@ struct Combiner {
     __syncwarp();
   }
   // Nanoseconds that a warp sleeps, up to 32 us: half of the warps not at all.
-  __device__ __forceinline__ uint32_t poison_ns(int warp, int place) const {
+  __device__ __forceinline__ uint32_t poison_ns(int warp, int site) const {
     uint32_t bits = (static_cast<uint32_t>(ptx::globaltimer()) >> 5) + blockIdx.x * 97;
-    bits = (bits + warp * 2 + place) * 2654435761u;
+    bits = (bits + warp * 2 + site) * 2654435761u;
     return bits >> 31 ? bits >> 16 & 0x7fff : 0;
   }
 #endif

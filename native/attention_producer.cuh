@@ -147,25 +147,25 @@ struct Producer {
     if (tasks_posted >= kTaskDepth && before_last.issued + ring.stages >= issued) {
       wait_barrier(ring.empty_barrier[before_last.at.stage], before_last.at.parity);
     }
-    const int place = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
-    Task& task = ring.shared.tasks[place];
+    const int index = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
+    Task& task = ring.shared.tasks[index];
     task.slot = slot, task.first = first, task.head = head, task.split = split,
     task.splits = splits;
     task.number = number, task.count = count, task.chunk = chunk, task.chunks = chunks;
     task.splits_left = splits_left;
     task.k_stage = fill.stage, task.v_stage = values.stage;
-    ptx::mbarrier_arrive(ring.task_barrier[place]);
+    ptx::mbarrier_arrive(ring.task_barrier[index]);
   }
 
   // Post the lane's next block, and issue the copies of its keys and values.
   __device__ __forceinline__ void issue(const RingPosition& values) {
     post_task(values);
-    const int place = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
+    const int index = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
     const uint32_t parity = tasks_posted / kTaskDepth % 2;
     const uint32_t bytes = min(rows, kBlock) * kRowBytes;
     const auto* const from = reinterpret_cast<const uint8_t*>(block + offset);
-    load(fill, from, bytes, ring.k_barrier[place], parity, issued);
-    load(values, from + kHalfBytes, bytes, ring.v_barrier[place], parity, issued + 1);
+    load(fill, from, bytes, ring.k_barrier[index], parity, issued);
+    load(values, from + kHalfBytes, bytes, ring.v_barrier[index], parity, issued + 1);
     before_last = last;
     last.issued = issued + 1, last.at = values;
     tasks_posted++;

@@ -58,7 +58,7 @@ __device__ __forceinline__ const float2* row_stats_of(const float* head) {
 }
 
 // Combine the chunks of a split for a query head, in order. Lane p gives as `holder` the warp whose
-// place in the ring holds chunk p, or kInGlobal if the chunk is in global memory.
+// slot of the ring holds chunk p, or kInGlobal if the chunk is in global memory.
 constexpr int kInGlobal = -1;
 
 __device__ __forceinline__ Combined combine_chunks(const KvHead& kv_head, const ItemRecord& of,

@@ -1,4 +1,4 @@
-// Copy one layer of KV blocks that lie anywhere, such as in another tier, to one place.
+// Copy one layer of KV blocks that lie anywhere, such as in another tier, to one buffer.
 //
 //   for each (block, 16-byte vector of its layer), kVectorsAtOnce of them a thread:
 //     wait for predecessor kernels, which may still read what is overwritten

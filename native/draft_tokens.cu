@@ -1,11 +1,11 @@
 // Drafts of the rows of a step, from each row's own text or from the host's proposals. Also operands
 // with which the step's other kernels compute several tokens of a row: positions, addresses of keys
-// and values, tiles of queries. A *place* below is a position in the row's text.
+// and values, tiles of queries.
 //
 //   for each row, one CTA:
-//     each thread: for some places, the longest match of the text's end with the text before it
-//     reduce over the CTA: the longest match; of equal ones, the last place
-//     drafts = the tokens from that place on, or the host's if their match is longer; as many as the
+//     each thread: for some positions, the longest match of the text's end with the text before them
+//     reduce over the CTA: the longest match; of equal ones, the last
+//     drafts = the tokens behind that match, or the host's if their match is longer; as many as the
 //              match, the slot and its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
 //     write its tiles: one for each of `max_splits` ranges of KV blocks; without work it is empty
@@ -34,7 +34,7 @@ struct DraftTokensArgs {
   int* positions;             // [rows][width]
   int* token_slots;           // [rows][width]
   int* matches;               // [rows]: the match's length; -1 in rows without a request
-  KVPlace* places;            // [rows][width]
+  KVAddress* kv_addresses;    // [rows][width]
   PromptTile* tiles;          // [rows][max_splits]
   int64_t layer_bytes, head_bytes, row_bytes;
   int text_size, table_blocks, proposal_size;
@@ -43,11 +43,11 @@ struct DraftTokensArgs {
   int kv_heads, group, parts;
 };
 
-// Length of the match of the text's end, [.., newest], with what precedes `place`.
-__device__ __forceinline__ int match_length(const int* text, const int* end, int place) {
-  const int most = min(place, kLongest);
+// Length of the match of the text's end, [.., newest], with the text before `match_end`.
+__device__ __forceinline__ int match_length(const int* text, const int* end, int match_end) {
+  const int most = min(match_end, kLongest);
   int length = 0;
-  while (length < most && text[place - 1 - length] == end[length]) length++;
+  while (length < most && text[match_end - 1 - length] == end[length]) length++;
   return length;
 }
 
@@ -79,14 +79,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   uint64_t best = 0;
   if (!idle) {
 #pragma unroll 1
-    for (int place = 1 + threadIdx.x; place <= start; place += kThreads) {
-      const uint64_t length = match_length(text, end, place);
-      if (length > 0) best = max(best, length << 32 | place);
+    for (int match_end = 1 + threadIdx.x; match_end <= start; match_end += kThreads) {
+      const uint64_t length = match_length(text, end, match_end);
+      if (length > 0) best = max(best, length << 32 | match_end);
     }
   }
   best = reduce_cta(best, parts, [](uint64_t a, uint64_t b) { return max(a, b); });
   int match = static_cast<int>(best >> 32);
-  const int place = static_cast<int>(best);
+  const int match_end = static_cast<int>(best);
   const int* const proposal = args.proposals + static_cast<int64_t>(slot) * args.proposal_size;
   const int* others = nullptr;  // drafts that are not from the row's own text
   int drafts = 0, known = args.width - 1;
@@ -109,12 +109,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (used && i == 0) {
       token = text[start];
     } else if (used) {
-      token = others ? others[i - 1] : text[place + (i - 1) % (start + 1 - place)];
+      token = others ? others[i - 1] : text[match_end + (i - 1) % (start + 1 - match_end)];
     }
     args.tokens[number] = token;
     args.positions[number] = used ? position : -1;
     args.token_slots[number] = slot;
-    args.places[number] = used ? place_of(args, slot, position) : KVPlace{};
+    args.kv_addresses[number] = used ? kv_address_of(args, slot, position) : KVAddress{};
   }
   for (int split = threadIdx.x; split < args.max_splits; split += kThreads)
     write_tile(args, row, split, slot, start, idle ? 0 : 1 + drafts);

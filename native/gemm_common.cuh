@@ -55,7 +55,7 @@ struct SwizzledX {
 
 // The fp32 accumulators of one thread, lane 4g + t of warp w: tile[2i] belongs to row g of row
 // block 2w, tile[2i + 1] to row g of row block 2w + 1; x and y are rows 8i + 2t and 8i + 2t + 1 of
-// X. With WIDE, W and X change places. A product waits for the one before it that adds to the same
+// X. With WIDE, W and X change roles. A product waits for the one before it that adds to the same
 // accumulators; for few rows of X there are several sets, which products use round-robin.
 struct Accumulators {
   static constexpr int kSets = SETS;

@@ -46,7 +46,7 @@ struct GroupedTier {
 
 struct GroupedSplitKArgs {
   const uint64_t* addresses;  // [tier_count], in global memory: where each tier's row blocks lie
-  const int64_t* shifts;      // [experts]: bytes from each place to its expert; null: 0
+  const int64_t* shifts;      // [experts]: bytes from each index to its expert; null: 0
   const int* ends;            // [experts]: pairs of the experts up to each
   int tier_count, experts;
   int expert_row_blocks;  // of the matrix [m, k] of an expert
@@ -58,7 +58,7 @@ struct GroupedSplitKArgs {
   const Element* x;      // [pairs, k]; gates: [tokens, k]
   const int* tokens;     // [pairs]: the token of each; gates and sums
   const float* weights;  // [pairs]: of the expert; sums
-  const int* places;     // [tokens, top_k]: a token's pairs; sums
+  const int* pairs;      // [tokens, top_k]: a token's pairs; sums
   Element* y;            // [pairs, m]; gates: [pairs, m / 2]; sums are added to [tokens, m]
   float* partials;       // [pairs, m]: weighted products; sums
   int* arrivals;         // [tokens, expert_row_blocks], zeros before and after; sums
@@ -133,7 +133,7 @@ struct Items {
   int row_blocks;     // of the item
   int row_block;      // the first one, counted in its expert
   int stored_in;      // row blocks of its group that are in its tier
-  int64_t first_atom;  // place of the first one's first atom in its tier
+  int64_t first_atom;  // number of the first one's first atom in its tier
   int stage_atoms;    // of the item's stages
   int pair, pairs;    // the item's first row of X, and the number of its rows
 

@@ -123,7 +123,7 @@ struct Outputs {
   // Adds the products of a token's experts to two of its outputs in each row block whose bit of
   // `blocks` is set; `row` is in the first.
   __device__ __forceinline__ void add_up(int token, int row, uint32_t blocks, int m) const {
-    const int* const places = args.places + static_cast<int64_t>(token) * args.top_k;
+    const int* const own = args.pairs + static_cast<int64_t>(token) * args.top_k;
     Element* const y = args.y + static_cast<int64_t>(token) * m + row;
     uint32_t* outputs[kBlocks];
     float2 residuals[kBlocks], sums[kBlocks] = {};
@@ -139,7 +139,7 @@ struct Outputs {
       float2 more[kAtOnce][kBlocks];
 #pragma unroll
       for (int j = 0; j < kAtOnce; j++)
-        pairs[j] = i + j < args.top_k ? places[i + j] : 0;
+        pairs[j] = i + j < args.top_k ? own[i + j] : 0;
 #pragma unroll
       for (int j = 0; j < kAtOnce; j++) {
         // From L2: this SM's L1 knows nothing of the other CTAs' stores.

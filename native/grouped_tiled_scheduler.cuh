@@ -63,8 +63,8 @@ struct Tiles : TileSlot {
   int turn = -1;
   RingPosition slot;
 
-  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const Place& place)
-      : args(args), tier(place.tier), k_end(args.weight.atoms) {}
+  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const CtaCoord& cta)
+      : args(args), tier(cta.tier), k_end(args.weight.atoms) {}
 
   // Goes to the first tile, or the next; false where there is none.
   __device__ __forceinline__ bool next() {
@@ -88,8 +88,8 @@ struct Tiles : TileSlot {
 // the same rows of W at the same time, so that W comes from HBM once. A lane knows one of 32
 // experts.
 struct TileScheduler : Tiles {
-  __device__ __forceinline__ TileScheduler(const TiledGemmArgs& args, const Place& place)
-      : Tiles(args, place), number(place.cluster) {}
+  __device__ __forceinline__ TileScheduler(const TiledGemmArgs& args, const CtaCoord& cta)
+      : Tiles(args, cta), number(cta.cluster) {}
 
   __device__ __forceinline__ bool next() {
     turn++;
@@ -108,7 +108,7 @@ struct TileScheduler : Tiles {
     return row_blocks > 0;
   }
   // Where a row block of the tile's expert lies.
-  __device__ __forceinline__ RowBlock place_of(int row_block) const {
+  __device__ __forceinline__ RowBlock row_block_at(int row_block) const {
     const int height = args.expert_row_blocks;
     const int64_t shift =
         args.shifts == nullptr ? 0 : args.shifts[quotient(first_row_block, height)];

@@ -28,12 +28,12 @@ __device__ __forceinline__ int quotient(int number, int by) {
 }
 
 // Where a row block of a matrix lies: its wave, [steps][groups][atoms along the columns][row
-// blocks], and its place in the wave.
+// blocks], and its group in the wave.
 struct RowBlock {
   const uint8_t* wave;
   int wave_row_blocks, step_atoms, atoms;
   int group, group_row_blocks;  // the group's first row block in the wave, and its size
-  int place;                    // in the group
+  int in_group;                 // its number in the group
 
   __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block)
       : atoms(matrix.atoms) {
@@ -48,12 +48,12 @@ struct RowBlock {
         min(tier.wave_row_blocks, next.first_row_block - tier.first_row_block - first);
     group = quotient(row_block, tier.group_row_blocks) * tier.group_row_blocks;
     group_row_blocks = min(tier.group_row_blocks, wave_row_blocks - group);
-    place = row_block - group;
+    in_group = row_block - group;
     step_atoms = tier.step_atoms;
   }
 
   // Of a matrix that stacks others, of `height` row blocks each, with groups of their own: a row
-  // block of the one that begins at row block `first`, and lies `shift` bytes behind its place.
+  // block of the one that begins at row block `first`, and lies `shift` bytes behind its index.
   __device__ __forceinline__ RowBlock(const PackedMatrix& matrix, int row_block, int first,
                                       int height, int64_t shift)
       : atoms(matrix.atoms), group(0) {
@@ -67,7 +67,7 @@ struct RowBlock {
     wave = ptx::load_address(matrix.addresses + number) + shift +
            static_cast<int64_t>(begin - tier.first_row_block) * atoms * kWAtomBytes;
     this->group_row_blocks = wave_row_blocks;
-    place = row_block - begin;
+    in_group = row_block - begin;
     step_atoms = tier.step_atoms;
   }
 
@@ -83,7 +83,7 @@ struct RowBlock {
     const int depth = min(step_atoms, atoms - step);
     const int before =
         step * wave_row_blocks + group * depth + (number - step) * group_row_blocks +
-                       place * kUnitAtoms;
+                       in_group * kUnitAtoms;
     return wave + static_cast<int64_t>(before) * kWAtomBytes;
   }
 
@@ -113,7 +113,7 @@ struct RowBlockAtoms {
         step(row_block.wave + static_cast<int64_t>(row_block.step_of(number)) *
                                   row_block.wave_row_blocks * kWAtomBytes),
         group(row_block.group),
-        place(row_block.place),
+        in_group(row_block.in_group),
         step_atoms(row_block.step_atoms),
         group_bytes(row_block.group_row_blocks * kUnitBytes),
         step_bytes(row_block.step_atoms * row_block.wave_row_blocks * kWAtomBytes),
@@ -126,12 +126,12 @@ struct RowBlockAtoms {
     step += step_bytes;
     behind -= step_atoms;
     left = min(step_atoms, behind);
-    from = step + (group * left + place * kUnitAtoms) * kWAtomBytes;
+    from = step + (group * left + in_group * kUnitAtoms) * kWAtomBytes;
   }
 
  private:
   const uint8_t* step;
-  const int group, place, step_atoms, group_bytes;
+  const int group, in_group, step_atoms, group_bytes;
   const int step_bytes;  // a wave's step is below 2 GiB
   int behind;            // atoms from the step's first on
   int left;              // in the step

@@ -13,7 +13,7 @@ constexpr int kThreads = ELEMENTWISE_THREADS;
 
 struct PermuteArgs {
   const Element* x;   // [n, cols]
-  const int* places;  // [n, top_k]: pairs of a row; -1 in rows without a request
+  const int* pairs;  // [n, top_k]: pairs of a row; -1 in rows without a request
   Element* out;       // [pairs, cols]
   int cols, top_k;
   int row_ctas;  // CTAs of a row
@@ -21,7 +21,7 @@ struct PermuteArgs {
 
 struct CombineArgs {
   const Element* products;  // [pairs, cols]
-  const int* places;        // [n, top_k]
+  const int* pairs;        // [n, top_k]
   const float* weights;     // [pairs]
   const Element* residual;  // [n, cols]
   Element* out;             // [n, cols], may be the residual
@@ -32,14 +32,14 @@ struct CombineArgs {
 // The thread's row, and its chunk of that row, which may lie behind the last one.
 struct RowChunk {
   const int row, chunk, chunks;
-  const int* const places;
+  const int* const pairs;
 
   template <class Args>
   __device__ __forceinline__ explicit RowChunk(const Args& args)
       : row(blockIdx.x / args.row_ctas),
         chunk(blockIdx.x % args.row_ctas * kThreads + threadIdx.x),
         chunks(args.cols / 8),
-        places(args.places + row * args.top_k) {}
+        pairs(args.pairs + row * args.top_k) {}
 
   __device__ __forceinline__ bool exists() const { return chunk < chunks; }
   // Number of the same chunk in row `number` of a matrix with as many columns.
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Chunk x = reinterpret_cast<const Chunk*>(args.x)[at.in_row(at.row)];
 #pragma unroll 4
   for (int i = 0; i < args.top_k; i++) {
-    const int pair = at.places[i];
+    const int pair = at.pairs[i];
     if (pair >= 0) reinterpret_cast<Chunk*>(args.out)[at.in_row(pair)] = x;
   }
 }
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float sums[8] = {};
 #pragma unroll 4
   for (int i = 0; i < args.top_k; i++) {
-    const int pair = at.places[i];
+    const int pair = at.pairs[i];
     if (pair < 0) break;
     const float weight = args.weights[pair];
     const Chunk product = reinterpret_cast<const Chunk*>(args.products)[at.in_row(pair)];

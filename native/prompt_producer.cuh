@@ -50,7 +50,7 @@ struct Producer {
   }
 
  private:
-  // Start to copy the first `rows` rows, and zeros in place of others, to the next stage. Then
+  // Start to copy the first `rows` rows, and zeros in in_row of others, to the next stage. Then
   // announce the stage before, so that the copies of two are in flight.
   __device__ __forceinline__ void copy(const uint8_t* from, int rows) {
     if (!kOwnStages) pass_others();
@@ -59,8 +59,8 @@ struct Producer {
     if (32 % kVectors == 0) {
       // Whole rows at a time, and of panels as wide as the cache's swizzle: offsets are constant.
       constexpr int kRows = 32 / kVectors;
-      const int row = lane / kVectors, place = lane % kVectors;
-      const uint32_t to = stage + place / 8 * kPanelBytes + row * 128 + place % 8 * 16;
+      const int row = lane / kVectors, in_row = lane % kVectors;
+      const uint32_t to = stage + in_row / 8 * kPanelBytes + row * 128 + in_row % 8 * 16;
       from = ptx::opaque(from + 16 * lane), rows -= row;
 #pragma unroll
       for (int i = 0; i < kBlock / kRows; i++)
@@ -68,8 +68,8 @@ struct Producer {
     } else {
 #pragma unroll 8
       for (int i = 0; i < kBlock * kVectors / 32; i++) {
-        const int vector = 32 * i + lane, row = vector / kVectors, place = vector % kVectors;
-        const int chunk = place ^ row % 8 * kSwizzle / 8;  // the cache's own swizzle
+        const int vector = 32 * i + lane, row = vector / kVectors, in_row = vector % kVectors;
+        const int chunk = in_row ^ row % 8 * kSwizzle / 8;  // the cache's own swizzle
         const uint32_t to = chunk / 8 * kPanelBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
         ptx::copy_chunk_or_zeros(stage + to, from + 16 * vector, row < rows);
       }

@@ -11,16 +11,16 @@
 //     hide experts outside the row's best groups, whose two largest `by` have the largest sums
 //     take the expert of the largest `by` k times: of equals the first; NaN is the largest
 //     weights = scores, divided by their sum if renormalized, * scale
-//   up to 64 rows: the last CTA of all places the pairs of a row and an expert (route_place.cuh);
+//   up to 64 rows: the last CTA of all numbers the pairs of a row and an expert (route_pairs.cuh);
 //   more rows: each band's last CTA counts the rows of each expert, and
-// place: a CTA per band places its pairs, behind those of earlier bands
+// number_pairs: a CTA per band numbers its pairs, behind those of earlier bands
 //
 // A product of bfloat16 numbers is exact in float32. A weight is the sum of three of them, a
 // float16 of two. Sums over columns have one order, whatever the number of rows: a warp's, then
 // over warps, then over CTAs.
 
 #include "route_choose.cuh"
-#include "route_place.cuh"
+#include "route_pairs.cuh"
 
 constexpr int kChunks = 2;                                // of a warp
 constexpr int kChunkCols = 32;                            // a lane has 8 of them
@@ -176,34 +176,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (args.stacked != nullptr) ptx::prefetch(args.stacked + threadIdx.x * kLine);
   }
   ptx::wait_for_dependencies();
-  const Placing placing(args, smem);
+  const PairOrder order(args, smem);
   multiply(args, weights, unit % tiles * kTileExperts, part, first, first + rows,
-           *reinterpret_cast<Sums(*)[2]>(placing.end()));
+           *reinterpret_cast<Sums(*)[2]>(order.end()));
   if (!arrives_last(args.arrivals + band, tiles * parts, last)) return;
 
   const int warp = threadIdx.x / 32;
-  float* const by = reinterpret_cast<float*>(placing.end()) + warp * args.experts;
+  float* const by = reinterpret_cast<float*>(order.end()) + warp * args.experts;
   for (int row = warp; row < rows; row += kWarps)
-    choose(args, first + row, by, placing.pairs + row * args.top_k);
+    choose(args, first + row, by, order.pairs + row * args.top_k);
   if (bands > 1) {
     __syncthreads();
-    placing.store(first, rows);
-    if (args.n > kMaxRows) return placing.count(band, rows);
+    order.store(first, rows);
+    if (args.n > kMaxRows) return order.count(band, rows);
     if (!arrives_last(args.arrivals + bands, bands, last)) return;
-    placing.load(0, args.n);
+    order.load(0, args.n);
   }
-  placing.place(0, args.n);
+  order.write(0, args.n);
 }
 
-using PlaceArgs = RouteArgs;
+using NumberPairsArgs = RouteArgs;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    place(const __grid_constant__ PlaceArgs args) {
+    number_pairs(const __grid_constant__ NumberPairsArgs args) {
   extern __shared__ __align__(1024) uint8_t smem[];
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int first = blockIdx.x * args.band_rows, rows = min(args.band_rows, args.n - first);
-  const Placing placing(args, smem);
-  placing.load(first, rows);
-  placing.place(first, rows);
+  const PairOrder order(args, smem);
+  order.load(first, rows);
+  order.write(first, rows);
 }

@@ -1,14 +1,14 @@
 // The arguments of the router's kernels, and the sizes that follow from them.
 //
-// A *place* is where an expert lies in the stacked matrices. A *pair* is a row and an expert that
-// it chose; pairs are numbered in the order of places, then of rows.
+// A *stack index* is an expert's in the stacked matrices. A *pair* is a row and an expert that it
+// chose; pairs are numbered in the order of stack indices, then of rows.
 #pragma once
 
 #include "common.cuh"
 #include "element.cuh"
 
 constexpr int kWarps = ROUTE_WARPS, kThreads = 32 * kWarps;
-constexpr int kMaxRows = ROUTE_MAX_ROWS;  // of a band, and of a launch that places pairs itself
+constexpr int kMaxRows = ROUTE_MAX_ROWS;  // of a band, and of a launch that numbers pairs itself
 constexpr int kPerLane = ROUTE_PER_LANE;  // experts, which follow each other
 constexpr int kMaxExperts = 32 * kPerLane;
 constexpr int kLine = 32;  // words of a line of the cache
@@ -20,13 +20,13 @@ struct RouteArgs {
   const int* lengths;   // [n], negative in rows without a request, which choose none; or null
   int* tokens;          // [n * top_k]: the row of each pair
   float* weights;       // [n * top_k]: the weight of each pair
-  int* ends;            // [experts]: pairs of the places up to this one
-  int* places;          // [n, top_k]: numbers of a row's pairs, by expert; -1 without a request
-  const int* stacked;   // [experts]: the place of each expert; null: its number
-  int* use;             // [2, experts]: rows that chose it, launches that read a place; or null
+  int* ends;            // [experts]: pairs of the stack indices up to this one
+  int* pairs;           // [n, top_k]: numbers of a row's pairs, by expert; -1 without a request
+  const int* stacked;   // [experts]: the stack index of each expert; null: its number
+  int* use;             // [2, experts]: rows that chose it, launches that read an index; or null
   float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 3
-  float2* chosen;       // [n, top_k]: a place, as bits, and the expert's weight
-  int* counts;          // [bands, experts]: rows of a band by place, of more than kMaxRows rows
+  float2* chosen;       // [n, top_k]: a stack index, as bits, and the expert's weight
+  int* counts;          // [bands, experts]: rows of a band by stack index, of more than kMaxRows rows
   int* arrivals;        // [bands + 1], zeros before and after
   int n, hidden, experts, top_k;
   int band_rows;        // of a CTA
@@ -35,9 +35,9 @@ struct RouteArgs {
   float scale;
 };
 
-// What a row chose: a place in stacked matrices, -1 in rows without a request, and the weight.
+// What a row chose: a stack index, -1 in rows without a request, and the weight.
 struct Choice {
-  int place;
+  int index;
   float weight;
 };
 

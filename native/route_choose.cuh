@@ -88,12 +88,12 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
   // Loads that wait for nothing come first. A row without a request computes, too, and chooses none.
   const bool idle = args.lengths != nullptr && args.lengths[row] < 0;
   float bias[kPerLane];
-  int places[kPerLane];
+  int indices[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
     const int expert = own_first + i;
     bias[i] = args.bias != nullptr && exists(i) ? args.bias[expert] : 0.0f;
-    places[i] = args.stacked != nullptr && exists(i) ? args.stacked[expert] : expert;
+    indices[i] = args.stacked != nullptr && exists(i) ? args.stacked[expert] : expert;
   }
   float scores[kPerLane];
   sum_parts(args, row, scores);
@@ -158,6 +158,6 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
     if (picked >> i & 1)
-      to[rank++] = {idle ? -1 : places[i], scores[i] * scale};
+      to[rank++] = {idle ? -1 : indices[i], scores[i] * scale};
   }
 }

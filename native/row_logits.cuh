@@ -64,8 +64,8 @@ struct Row {
   }
   // Token of a chunk's first logit, negative where the chunk begins before the row.
   __device__ __forceinline__ int first_token(int chunk) const { return chunk * kLogits - before; }
-  // `place` clamped to the row.
-  __device__ __forceinline__ int nearest(int place) const { return min(max(place, 0), size - 1); }
+  // `index` clamped to the row.
+  __device__ __forceinline__ int nearest(int index) const { return min(max(index, 0), size - 1); }
 
   // Call use(logits, number) for all chunks of a thread, in ascending order.
   template <class Use>

@@ -14,7 +14,7 @@ struct RowTilesArgs {
   const int* lengths;      // [rows], negative in rows without a request
   const int* slots;        // [rows]
   const uint64_t* tables;  // [slots][table_blocks]: addresses of KV blocks
-  KVPlace* places;         // [rows]
+  KVAddress* kv_addresses;         // [rows]
   PromptTile* tiles;       // [rows][max_splits]
   int64_t layer_bytes, head_bytes, row_bytes;
   int rows, table_blocks;
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (row >= args.rows) return;
   const int slot = args.slots[row], position = args.lengths[row];
   if (lane == 0)
-    args.places[row] = position >= 0 ? place_of(args, slot, position) : KVPlace{};
+    args.kv_addresses[row] = position >= 0 ? kv_address_of(args, slot, position) : KVAddress{};
   for (int split = lane; split < args.max_splits; split += 32)
     write_tile(args, row, split, slot, position, position >= 0 ? 1 : 0);
 }

@@ -7,11 +7,11 @@
 
 #include "geometry.cuh"
 #include "prompt_tile.cuh"
-#include "store_place.cuh"
+#include "kv_address.cuh"
 
 // Where the keys and values of a slot's position are stored.
 template <typename Args>
-__device__ __forceinline__ KVPlace place_of(const Args& args, int slot, int position) {
+__device__ __forceinline__ KVAddress kv_address_of(const Args& args, int slot, int position) {
   const uint64_t block =
       args.tables[static_cast<int64_t>(slot) * args.table_blocks + position / kKvBlock];
   return {reinterpret_cast<uint8_t*>(block) + position % kKvBlock * args.row_bytes,

@@ -44,8 +44,8 @@ struct Found {
   }
   // Key to maximize: larger value first, then earlier chunk. Lowest for a thread without a chunk.
   __device__ __forceinline__ uint64_t rank() const {
-    const uint32_t place = ~static_cast<uint32_t>(chunk);
-    return static_cast<uint64_t>(value - kBelowAll) << 32 | place;
+    const uint32_t order = ~static_cast<uint32_t>(chunk);
+    return static_cast<uint64_t>(value - kBelowAll) << 32 | order;
   }
 };
 

@@ -4,12 +4,12 @@
 //   for each (token, head, pair of chunks half a head apart, which RoPE rotates together), one
 //   thread:
 //     wait for predecessor kernels
-//     queries and keys, with RoPE: rotate the pair to the token's position, in place
+//     queries and keys, with RoPE: rotate the pair to the token's position, in address
 //     keys and values: store the pair in the token's row of its KV block, swizzled
 
 #include "element.cuh"
 #include "geometry.cuh"
-#include "store_place.cuh"
+#include "kv_address.cuh"
 
 constexpr int kThreads = ELEMENTWISE_THREADS;
 
@@ -17,7 +17,7 @@ struct StoreKvArgs {
   Element* qkv;             // [n, q_heads + 2 kv_heads, head_dim]
   const int* positions;     // [n], negative for tokens to skip
   const float2* rotations;  // [positions, head_dim / 2]: cosine and sine; or null
-  const KVPlace* places;    // [n]
+  const KVAddress* kv_addresses;    // [n]
   int n, layer;
   int q_heads, kv_heads, head_dim;
   int swizzle;  // chunk c of position p lies at c ^ (p % 8 * swizzle / 8)
@@ -52,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     from[0] = first, from[pairs] = second;
   }
   if (head < args.q_heads) return;
-  const KVPlace place = args.places[token];
+  const KVAddress address = args.kv_addresses[token];
   const int kv_head = head - args.q_heads - (value ? args.kv_heads : 0);
   auto* const to = reinterpret_cast<Chunk*>(
-      place.key + args.layer * place.layer_bytes + kv_head * place.head_bytes +
+      address.key + args.layer * address.layer_bytes + kv_head * address.head_bytes +
       (value ? static_cast<int64_t>(kKvBlock) * args.head_dim * 2 : 0));
   const int mask = position % 8 * args.swizzle / 8;
   to[pair ^ mask] = first;

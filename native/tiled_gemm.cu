@@ -63,20 +63,20 @@ __device__ __forceinline__ void store_outputs(const TiledGemmArgs& args, From& f
 
 // The consumers.
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
-                                        const Place& place, const SegmentBarriers& barriers,
+                                        const CtaCoord& cta, const SegmentBarriers& barriers,
                                         UnitReader units, int warpgroup) {
   OutputBlocks blocks(args);
   RingPosition stage;
   SegmentParities parities;
   // Wait until the other CTAs that split K have initialised their barriers.
-  if (splits_k(args) && place.sharers == 1) ptx::cluster_wait();
-  for (Tiles tile(args, place); tile.next();) {
+  if (splits_k(args) && cta.sharers == 1) ptx::cluster_wait();
+  for (Tiles tile(args, cta); tile.next();) {
     if (tile.first()) wait_for_input(args);
     const WarpgroupTile part(args, tile, warpgroup);
     if (!part.exists()) {
       release_all(tile, ring, stage, units);
       if (splits_k(args)) {
-        SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
+        SegmentReduction reduction(args, cta, barriers, ring.smem_first, parities);
         reduction.drain();
         reduction.release_stages(tile.last());
       }
@@ -84,9 +84,9 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     }
     [[maybe_unused]] const uint32_t w_offset = (part.row_block - tile.row_block) * kAtomBytes,
                    x_offset = (part.n - tile.n) * kAtomK * 2;
-    const TileEpilogue epilogue(args, part, blocks, tile.stores_partial, first_pass(args, place));
+    const TileEpilogue epilogue(args, part, blocks, tile.stores_partial, first_pass(args, cta));
     Accumulators acc;
-    load_partial(args, place.sharers, tile.loads_partial, acc);
+    load_partial(args, cta.sharers, tile.loads_partial, acc);
 
     // Main loop over the tile's stages.
 #if WGMMA  // wgmma is asynchronous: a stage is released when the next stage's products have started
@@ -164,7 +164,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     } else if (!kClusters || args.k_ctas == 1) {
       store_outputs(args, epilogue, acc);
     } else {
-      SegmentReduction reduction(args, place, barriers, ring.smem_first, parities);
+      SegmentReduction reduction(args, cta, barriers, ring.smem_first, parities);
       reduction.drain();
       reduction.store_partials(acc);
       store_outputs(args, reduction, epilogue);
@@ -180,27 +180,27 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   fetch_parameters(args);
   if (args.order != kBeforeLocal) ptx::launch_dependents();
 
-  // The CTA's place, and its barriers.
+  // The CTA's coordinates, and its barriers.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // uniform, for the compiler
-  const Place place(args);
-  const Ring ring(args, args.tiers[place.tier], place, barriers);
+  const CtaCoord cta(args);
+  const Ring ring(args, args.tiers[cta.tier], cta, barriers);
   if (threadIdx.x == kConsumers) ptx::prefetch_tensor_map(&args.x);
   if (threadIdx.x == kConsumers + 32) ptx::prefetch_tensor_map(&args.x_rest);
   if (threadIdx.x == 0 && args.boxes) ptx::prefetch_tensor_map(&args.y_boxes);
   const SegmentBarriers segment_barriers(ptx::smem_address(barriers + 2 * kMaxStages));
   if (threadIdx.x == kTiledThreads - 1 && splits_k(args))
-    segment_barriers.initialize(args.k_ctas, place.sharers);
+    segment_barriers.initialize(args.k_ctas, cta.sharers);
   if (threadIdx.x % 32 == 0) ring.initialize(warp);
 #if GROUPED
   if (threadIdx.x == kConsumers + 64) tile_queue().initialize();
 #endif
-  const UnitRing unit_ring(args, place, ring, barriers + 2 * kMaxStages + SegmentBarriers::kCount);
+  const UnitRing unit_ring(args, cta, ring, barriers + 2 * kMaxStages + SegmentBarriers::kCount);
   if (warp == kConsumerWarps) unit_ring.initialize();
   __syncthreads();
   // No CTA may arrive at another's barrier before that is initialised. CTAs that share stages do so
   // at once; those that split K only when they reduce, and wait for each other there.
-  if (place.sharers > 1) sync_cluster();
-  const bool syncs_later = place.sharers == 1 && splits_k(args);
+  if (cta.sharers > 1) sync_cluster();
+  const bool syncs_later = cta.sharers == 1 && splits_k(args);
   if (syncs_later) ptx::cluster_arrive_relaxed();
 
   // Roles of warps. Consumers take over the registers of producers.
@@ -208,19 +208,19 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #if WGMMA
     ptx::setmaxnreg_inc<kConsumerRegisters>();
 #endif
-    consume(args, ring, place, segment_barriers, UnitReader{unit_ring}, warp / (kWarpgroup / 32));
+    consume(args, ring, cta, segment_barriers, UnitReader{unit_ring}, warp / (kWarpgroup / 32));
   } else {
 #if WGMMA
     ptx::setmaxnreg_dec<kProducerRegisters>();
 #endif
     if (warp == kConsumerWarps) {
 #if CODE
-      copy_units(args, unit_ring, place);
+      copy_units(args, unit_ring, cta);
 #else
-      produce_w(args, ring, place, segment_barriers);
+      produce_w(args, ring, cta, segment_barriers);
 #endif
     } else if (warp == kConsumerWarps + 1) {
-      produce_x(args, ring, place, segment_barriers);
+      produce_x(args, ring, cta, segment_barriers);
     } else {
       wait_for_input(args);
     }
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
   // while a warp waits, the others' work may stand still (H200, kAfterRemote).
   __syncthreads();
   ptx::wait_for_dependencies();
-  if (place.sharers > 1) {
+  if (cta.sharers > 1) {
     __syncwarp();
     sync_cluster();  // no CTA may end while others still arrive at its barriers
   }

@@ -1,4 +1,4 @@
-// The arguments of the tiled GEMM, and a CTA's place in its tier and its cluster.
+// The arguments of the tiled GEMM, and the coordinates of a CTA in its tier and its cluster.
 #pragma once
 
 #include "gemm_common.cuh"
@@ -82,7 +82,7 @@ struct TiledGemmArgs {
 #if GROUPED
   const int* ends;                 // [experts]: rows of X up to the end of each expert's
   int* taken;                      // [tiers]: tiles taken from a counter; zero between launches
-  const int64_t* shifts;           // [experts]: bytes from each place to its expert; null: 0
+  const int64_t* shifts;           // [experts]: bytes from each index to its expert; null: 0
   int experts, expert_row_blocks;  // the matrices that W stacks
   int listed;                      // whether `ends` was complete when the launch started
 #endif
@@ -112,13 +112,13 @@ __device__ __forceinline__ void fetch_parameters(const TiledGemmArgs& args) {
 
 // A CTA's tier, its cluster among the tier's, and its rank in the cluster: ranks of CTAs that share
 // W or X follow each other, those along K are `sharers` apart.
-struct Place {
+struct CtaCoord {
   int tier, cluster;
   int sharers, sharer;  // CTAs that share W or X, and which one of them this is
   int segment;          // of K
   int first_sharer;     // its rank
 
-  __device__ __forceinline__ explicit Place(const TiledGemmArgs& args)
+  __device__ __forceinline__ explicit CtaCoord(const TiledGemmArgs& args)
       : tier(tier_of(args, ptx::cluster_number())),
         cluster(ptx::cluster_number() - args.tiers[tier].first_cluster),
         sharers(kClusters ? args.w_ctas * args.x_ctas : 1) {

@@ -22,22 +22,22 @@ __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, co
 // lie one behind the other, so one copy fetches all of them that belong to the tile. The lane of
 // the first of these row blocks starts the copy.
 __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring& ring,
-                                          const Place& place, const SegmentBarriers& barriers) {
-  const TierTiles& tier = args.tiers[place.tier];
-  const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
+                                          const CtaCoord& cta, const SegmentBarriers& barriers) {
+  const TierTiles& tier = args.tiers[cta.tier];
+  const int lane = threadIdx.x % 32, last = args.tiers[cta.tier + 1].first_row_block - 1;
   const int window = tier.window < ring.stages ? tier.window : 1 << 30;
   // CTAs along X load W's stages round-robin and multicast them.
   const bool multicast = kClusters && args.x_ctas > 1;
-  const int turns = args.x_ctas - 1, turn = multicast ? place.sharer : 0;
+  const int turns = args.x_ctas - 1, turn = multicast ? cta.sharer : 0;
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
   RingPosition fill, landed;
   int issued = 0;
-  for (TileScheduler tile(args, place); tile.next();) {
+  for (TileScheduler tile(args, cta); tile.next();) {
     const RowBlock row_block =
-        tile.place_of(min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
-    const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);
+        tile.row_block_at(min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
+    const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.in_group == 0);
     const int bytes =
-        min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.place) * kAtomBytes;
+        min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.in_group) * kAtomBytes;
     RowBlockAtoms atoms(row_block, min(tile.k, args.weight.atoms - 1));
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
       if (copies && (k & turns) == turn) {
         const uint32_t to = ring.smem_w(fill.stage) + lane * kAtomBytes;
         if (multicast) {
-          ptx::bulk_load_multicast(to, atoms.from, bytes, full_barrier, place.multicast_mask());
+          ptx::bulk_load_multicast(to, atoms.from, bytes, full_barrier, cta.multicast_mask());
         } else {
           ptx::bulk_load_kept(to, atoms.from, bytes, full_barrier, policy);
         }
@@ -68,14 +68,14 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
 // box of their own size: rows beyond X would come as zeros, and slowly. Their sums are not stored.
 // Where rows are grouped by expert, each expert has last rows: several smaller boxes hold them.
 __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring& ring,
-                                          const Place& place, const SegmentBarriers& barriers) {
+                                          const CtaCoord& cta, const SegmentBarriers& barriers) {
   constexpr int kRowBytes = kAtomK * 2;
-  const int max_boxes = kWarpgroups + 1 - args.tiers[place.tier].row_groups;
+  const int max_boxes = kWarpgroups + 1 - args.tiers[cta.tier].row_groups;
   // CTAs along W load a part of each box each and multicast it.
   const bool multicast = kClusters && args.w_ctas > 1, copies = ptx::elect_one();
-  const int sharer = multicast ? place.sharer : 0;
+  const int sharer = multicast ? cta.sharer : 0;
   RingPosition fill;
-  for (Tiles tile(args, place); tile.next();) {
+  for (Tiles tile(args, cta); tile.next();) {
     if (tile.first()) wait_for_input(args);
     const int left = max(0, tile.n_end(args) - tile.n), whole = min(max_boxes, left / kXRows);
     const int rest = kGrouped ? min(left, max_boxes * kXRows) - whole * kXRows : 0;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
                               (behind * args.rest_rows + part) * kRowBytes;
           if (multicast) {
             ptx::tensor_load_multicast(to, map, k * kAtomK, n, 0, full_barrier,
-                                       place.multicast_mask());
+                                       cta.multicast_mask());
           } else {
             ptx::tensor_load(to, map, k * kAtomK, n, 0, full_barrier);
           }

@@ -15,7 +15,7 @@ struct Ring {
   int sharers, first_sharer;
 
   __device__ __forceinline__ Ring(const TiledGemmArgs& args, const TierTiles& tier,
-                                  const Place& place, uint64_t* barriers)
+                                  const CtaCoord& cta, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         empty_barrier{full_barrier[kMaxStages]},
         smem_first(in_register(ptx::smem_address(smem)) +
@@ -23,8 +23,8 @@ struct Ring {
         stages(tier.stages),
         w_bytes(kHasUnits ? 0 : tier.tile_row_blocks * kAtomBytes),
         stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
-        sharers(place.sharers),
-        first_sharer(place.first_sharer) {}
+        sharers(cta.sharers),
+        first_sharer(cta.first_sharer) {}
 
   // By a thread of every warp: one thread alone would take a while.
   __device__ __forceinline__ void initialize(int warp) const {

@@ -33,13 +33,13 @@ struct Tiles : TileBounds {
   bool loads_partial;         // the accumulators begin as a partial tile
   bool stores_partial;        // they are stored as a partial tile, not to Y
 
-  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const Place& place)
+  __device__ __forceinline__ Tiles(const TiledGemmArgs& args, const CtaCoord& cta)
       : args(args),
-        tier(place.tier),
-        cluster(place.cluster),
-        w(args.w_ctas > 1 ? place.sharer : 0),
-        x(args.w_ctas > 1 ? 0 : place.sharer),
-        segment(place.segment) {}
+        tier(cta.tier),
+        cluster(cta.cluster),
+        w(args.w_ctas > 1 ? cta.sharer : 0),
+        x(args.w_ctas > 1 ? 0 : cta.sharer),
+        segment(cta.segment) {}
 
   // Goes to the first tile, or the next; false where there is none.
   __device__ __forceinline__ bool next() {
@@ -51,7 +51,7 @@ struct Tiles : TileBounds {
   // Whether this is the CTA's last tile, in launches without Stream-K.
   __device__ __forceinline__ bool last() const { return turn + 1 >= args.tiers[tier].waves; }
   // Where a row block of W lies.
-  __device__ __forceinline__ RowBlock place_of(int row_block) const {
+  __device__ __forceinline__ RowBlock row_block_at(int row_block) const {
     return RowBlock(args.weight, row_block);
   }
 

@@ -10,9 +10,9 @@ constexpr int kPassBytes = kPassTiles * kConsumers * 16;
 // The first pass that the CTA reduces for the calling warp; its next ones are k_ctas apart. The CTA
 // of segment (p + w) % k_ctas reduces pass p of warp w. The offset w divides the work evenly where
 // a warp has fewer passes than the cluster has CTAs.
-__device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const Place& place) {
+__device__ __forceinline__ int first_pass(const TiledGemmArgs& args, const CtaCoord& cta) {
   const int warp = ptx::opaque<uint32_t>(threadIdx.x) / 32;
-  const int first = place.segment - warp + quotient(warp, args.k_ctas) * args.k_ctas;
+  const int first = cta.segment - warp + quotient(warp, args.k_ctas) * args.k_ctas;
   return first < 0 ? first + args.k_ctas : first;
 }
 
@@ -33,16 +33,16 @@ struct SegmentReduction {
   const int own;     // passes that this CTA reduces for this warp
   SegmentParities& parities;
 
-  __device__ __forceinline__ SegmentReduction(const TiledGemmArgs& args, const Place& place,
+  __device__ __forceinline__ SegmentReduction(const TiledGemmArgs& args, const CtaCoord& cta,
                                              const SegmentBarriers& barriers, uint32_t address,
                                              SegmentParities& parities)
       : barriers(barriers),
         address(address),
-        segment(place.segment),
+        segment(cta.segment),
         k_ctas(args.k_ctas),
-        sharers(place.sharers),
-        sharer(place.sharer),
-        first(first_pass(args, place)),
+        sharers(cta.sharers),
+        sharer(cta.sharer),
+        first(first_pass(args, cta)),
         passes(quotient(kPasses + args.k_ctas - 1, args.k_ctas)),
         own(first < kPasses - (passes - 1) * k_ctas ? passes : passes - 1),
         parities(parities) {}

@@ -25,14 +25,14 @@ struct UnitRing {
   int stage_bytes;
   int sharers, first_sharer;
 
-  __device__ __forceinline__ UnitRing(const TiledGemmArgs& args, const Place& place,
+  __device__ __forceinline__ UnitRing(const TiledGemmArgs& args, const CtaCoord& cta,
                                       const Ring& ring, uint64_t* barriers)
       : full_barrier{in_register(ptx::smem_address(barriers))},
         empty_barrier{full_barrier[kUnitStages]},
-        offset(ring.smem_first - ring_of_units(args.tiers[place.tier]) - ptx::smem_address(smem)),
-        stage_bytes(args.tiers[place.tier].tile_row_blocks * kUnitBytes),
-        sharers(kClusters && args.x_ctas > 1 ? place.sharers : 1),
-        first_sharer(place.first_sharer) {}
+        offset(ring.smem_first - ring_of_units(args.tiers[cta.tier]) - ptx::smem_address(smem)),
+        stage_bytes(args.tiers[cta.tier].tile_row_blocks * kUnitBytes),
+        sharers(kClusters && args.x_ctas > 1 ? cta.sharers : 1),
+        first_sharer(cta.first_sharer) {}
 
   // By a warp, of which one lane writes.
   __device__ __forceinline__ void initialize() const {
@@ -68,20 +68,20 @@ __device__ __forceinline__ bool ends_unit(const Tiles& tile, int k) {
 
 // The W producer, a whole warp: as produce_w(), but for units.
 __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const UnitRing& ring,
-                                           const Place& place) {
-  const TierTiles& tier = args.tiers[place.tier];
-  const int lane = threadIdx.x % 32, last = args.tiers[place.tier + 1].first_row_block - 1;
+                                           const CtaCoord& cta) {
+  const TierTiles& tier = args.tiers[cta.tier];
+  const int lane = threadIdx.x % 32, last = args.tiers[cta.tier + 1].first_row_block - 1;
   const bool multicast = kClusters && args.x_ctas > 1;
-  const int turns = args.x_ctas - 1, turn = multicast ? place.sharer : 0;
+  const int turns = args.x_ctas - 1, turn = multicast ? cta.sharer : 0;
   const uint64_t policy = ptx::l2_policy(tier.x_tiles == 1);  // one tile along X reads W once
   RingPosition fill, landed;
   int issued = 0;
-  for (TileScheduler tile(args, place); tile.next();) {
+  for (TileScheduler tile(args, cta); tile.next();) {
     const RowBlock row_block =
-        tile.place_of(min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
-    const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.place == 0);
+        tile.row_block_at(min(tile.row_block + min(lane, max(tile.row_blocks, 1) - 1), last));
+    const bool copies = lane < tile.row_blocks && (lane == 0 || row_block.in_group == 0);
     const int bytes =
-        min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.place) * kUnitBytes;
+        min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.in_group) * kUnitBytes;
     RowBlockAtoms units(row_block, min(tile.k, args.weight.atoms - 1) & -kUnitAtoms);
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
       if (copies && (k / kUnitAtoms & turns) == turn) {
         const uint32_t to = ptx::smem_address(ring.unit(fill.stage, lane));
         if (multicast) {
-          ptx::bulk_load_multicast(to, units.from, bytes, full_barrier, place.multicast_mask());
+          ptx::bulk_load_multicast(to, units.from, bytes, full_barrier, cta.multicast_mask());
         } else {
           ptx::bulk_load_kept(to, units.from, bytes, full_barrier, policy);
         }

@@ -241,7 +241,7 @@ __device__ __forceinline__ uint4 chunk_of_unit(const uint8_t* unit, int row, int
   uint32_t pairs[4];
 #pragma unroll
   for (int t = 0; t < 4; t++) {
-    // Shifts are of constants where loops are unrolled, here of the chunk's place in the word.
+    // Shifts are of constants where loops are unrolled, here of the chunk's index in the word.
     const uint32_t word = words[t * kAtomWords + chunk / kWordPairs];
     pairs[t] = 0;
 #pragma unroll

@@ -116,14 +116,14 @@ def elsewhere(
 ) -> tuple[TieredMatrix, list[torch.Tensor]]:
     """The matrix with copies of all experts that are not cut, which are to be kept.
 
-    At their places is garbage.
+    At their addresses is garbage.
     """
     shifts, copies = torch.zeros(experts, dtype=torch.int64), []
     for expert in range(experts):
         if (of := matrix.stacked(expert, experts)) is None:
             continue
-        (place,) = of.arrays
-        copies.append(place.clone().to(device))
-        shifts[expert] = copies[-1].data_ptr() - place.data_ptr()
-        place.fill_(0x7F)
+        (home,) = of.arrays
+        copies.append(home.clone().to(device))
+        shifts[expert] = copies[-1].data_ptr() - home.data_ptr()
+        home.fill_(0x7F)
     return replace(matrix, shifts=shifts.to(device)), copies

@@ -61,10 +61,10 @@ class Case:
         start, limits = len(text) - 1, self.limits[self.slots[row]]
         if row == 1 or start >= limits.end:
             return [], -1
-        match, place = longest_match(text)
+        match, match_end = longest_match(text)
         most = min(BY_MATCH[match], limits.most, self.width - 1)
         most = max(0, min(most, min(limits.room, limits.end) - 1 - start))
-        return [int(text[-1]), *continuation(text, place, most)], match
+        return [int(text[-1]), *continuation(text, match_end, most)], match
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])
@@ -72,7 +72,7 @@ class Case:
 def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_device: str) -> None:
     case = Case(kernel_device, width, seed=seed)
     found = case.buffers
-    for buffer in (found.tokens, found.positions, found.places):
+    for buffer in (found.tokens, found.positions, found.kv_addresses):
         buffer.fill_(-7)
     found.draft(case.lengths, case.rows, case.texts, case.tables)
     segments, lengths = [], set[int]()
@@ -87,7 +87,7 @@ def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_dev
         assert found.positions[mine].tolist() == positions + [-1] * idle
         assert found.slots[mine].tolist() == [slot] * width
         for position, (key, layer, head) in zip(
-            positions, found.places[mine].tolist(), strict=False
+            positions, found.kv_addresses[mine].tolist(), strict=False
         ):
             block = int(case.tables.addresses[slot, position // KV_BLOCK])
             assert key == block + position % KV_BLOCK * SHAPE.layout.row_bytes
@@ -138,8 +138,8 @@ def test_proposals_count_while_the_text_follows_them(
 def own_drafts(case: Case, row: int, count: int) -> list[int]:
     """The newest token of a row, and the first tokens that its own text proposes."""
     text = case.tokens[case.slots[row]]
-    _, place = longest_match(text)
-    return [int(text[-1]), *continuation(text, place, count - 1)]
+    _, match_end = longest_match(text)
+    return [int(text[-1]), *continuation(text, match_end, count - 1)]
 
 
 def test_long_texts_of_few_rows_are_divided(kernel_device: str) -> None:

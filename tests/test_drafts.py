@@ -22,14 +22,15 @@ from dakrun.plan.ops import activation_bytes, verified_tokens
 
 
 def by_definition(text: list[int]) -> tuple[int, int]:
-    """longest_match, place by place."""
+    """longest_match, position by position."""
     best = (0, len(text))
-    for place in range(1, len(text)):
+    for match_end in range(1, len(text)):
         length = 0
-        while length < min(place, LONGEST_MATCH) and text[place - 1 - length] == text[-1 - length]:
+        most = min(match_end, LONGEST_MATCH)
+        while length < most and text[match_end - 1 - length] == text[-1 - length]:
             length += 1
         if length and length >= best[0]:
-            best = (length, place)
+            best = (length, match_end)
     return best
 
 
@@ -43,8 +44,8 @@ def test_the_last_of_the_longest_matches_is_found(alphabet: int) -> None:
 
 def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
     text = np.array([9, 1, 2, 3, 1, 2, 3])
-    length, place = longest_match(text)
-    assert (length, place) == (3, 4) and continuation(text, place, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert longest_match(text) == (3, 4)
+    assert continuation(text, 4, 7) == [1, 2, 3, 1, 2, 3, 1]
     assert continuation(np.array([4, 5]), 2, 3) == []
 
 

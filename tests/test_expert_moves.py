@@ -1,4 +1,4 @@
-"""Experts that change places between steps: which, how many, and that no token changes."""
+"""Exchanges of experts between steps: which, how many, and that no token changes."""
 
 import io
 import json
@@ -66,13 +66,13 @@ def test_popular_experts_come_to_the_local_tier_and_no_token_changes(
         assert report["expert_moves"]["bytes"] > 0
         for router in (mixture.router for mixture in use.mixtures):
             order, experts = list(router.order), router.routing.experts
-            places = use.places(router) or range(experts)
+            indices = use.stack_indices(router) or range(experts)
             for name in ("experts_gate_up", "experts_down"):
                 matrix = weights.matrices[f"layers.{router.layer}.{name}"]
                 now = matrix.dense().view(experts, -1, matrix.shape[1])
                 then = before[f"layers.{router.layer}.{name}"].view_as(now)
                 for expert in range(experts):
-                    assert now[places[expert]].equal(then[order.index(expert)])
+                    assert now[indices[expert]].equal(then[order.index(expert)])
         llm.engine.runner.moves_experts = False
         use.clear()
         again = [one.token_ids for one in llm.generate(PROMPTS, params, progress=False)]
@@ -82,7 +82,7 @@ def test_popular_experts_come_to_the_local_tier_and_no_token_changes(
         assert llm.report()["expert_moves"]["exchanged_pairs"] == moved
         text = io.StringIO()
         render(llm.report(1.0), Console(file=text, width=300), verbose=True)
-        assert f"{moved} pair" in text.getvalue() and "changed places (" in text.getvalue()
+        assert f"{moved} pair" in text.getvalue() and "exchanged (" in text.getvalue()
     kept = json.loads(popularity.kept_path(read_model_config(model)).read_text())["counts"]
     assert kept == counts  # of the last batch, after the counts were cleared
 

@@ -1,4 +1,4 @@
-"""Experts that change places as a run goes, on the kernels: no token changes."""
+"""Exchanges of experts as a run goes, on the kernels: no token changes."""
 
 import ctypes
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_tokens_are_those_of_experts_that_stay(
 ) -> None:
     """Copies are as early as the stream of steps lets them be, or as late, and take several steps.
 
-    At the end the local tier has the experts of most use, and every place the bytes of its expert.
+    At the end the local tier has the experts of most use, and every index the bytes of its expert.
     """
     monkeypatch.setattr(expert_moves, "WINDOW", 4)
     monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
@@ -151,9 +151,9 @@ def check(path: Path, wanted: dict[str, tuple[int, ...]]) -> None:
     )
     use, matrices = runner.expert_use, runner._backend.matrices
     (mixture,), order = use.mixtures, list(use.orders[0])
-    homes = [expert_moves.matrices_at(mixture, matrices, place) for place in range(EXPERTS)]
+    homes = [expert_moves.matrices_at(mixture, matrices, index) for index in range(EXPERTS)]
     before = [[one.arrays[0].clone() for one in of] for of in homes]
-    tiers = expert_moves.place_tiers(mixture, matrices)
+    tiers = expert_moves.tiers_of_stack(mixture, matrices)
     assert run(engine) == wanted
     moved = runner.details()["expert_moves"]
     assert moved["exchanged_pairs"] >= 3 and moved["bytes"] >= 6 * PIECE
@@ -164,14 +164,14 @@ def check(path: Path, wanted: dict[str, tuple[int, ...]]) -> None:
     local, remote = ([n for n, at in zip(counts, tiers, strict=True) if at == t] for t in (0, 1))
     assert sum(local) / len(local) > 2 * sum(remote) / len(remote)
     assert sorted(use.orders[0]) == sorted(order) and use.orders[0] != order
-    for place, home in enumerate(homes):
+    for index, home in enumerate(homes):
         for one, part, then in zip(
             (mixture.up, mixture.down),
             home,
-            before[order.index(use.orders[0][place])],
+            before[order.index(use.orders[0][index])],
             strict=False,
         ):
-            shift = int(matrices[one.name].shifts[place])
-            assert not shift or tiers[place] == 0
+            shift = int(matrices[one.name].shifts[index])
+            assert not shift or tiers[index] == 0
             lies = (ctypes.c_uint8 * part.nbytes).from_address(part.arrays[0].data_ptr() + shift)
             assert torch.frombuffer(lies, dtype=torch.uint8).equal(then)

@@ -46,7 +46,7 @@ def test_their_bytes_are_those_of_the_plan(rows: int) -> None:
     kept = products(rows)
     tensors = [kept._inner, kept._sums.partials, kept._sums.arrivals, kept._sorted]
     for one in kept._routed:
-        tensors += [one.tokens, one.weights, one.ends, one.places, *one.scratch.values()]
+        tensors += [one.tokens, one.weights, one.ends, one.pairs, *one.scratch.values()]
     planned = expert_buffer_bytes(rows, experts=6, top_k=2, hidden=HIDDEN, ffn=FFN)
     found = sum(tensor.nbytes for tensor in tensors)
     assert 0.95 * planned - 2048 <= found <= planned + 2048

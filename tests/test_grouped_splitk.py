@@ -32,7 +32,7 @@ def routed(choices: Sequence[Sequence[int]], experts: int, device: str) -> Route
     out = Routed.allocate(len(choices), Routing(experts=experts, top_k=top_k), 8, device)
     pairs = sorted((expert, row) for row, own in enumerate(choices) for expert in own)
     generator = torch.Generator().manual_seed(len(pairs))
-    for tensor in (out.tokens, out.ends, out.places):
+    for tensor in (out.tokens, out.ends, out.pairs):
         tensor.fill_(-1)
     out.weights.fill_(math.nan)
     tokens = torch.tensor([row for _, row in pairs], dtype=torch.int32)
@@ -41,8 +41,8 @@ def routed(choices: Sequence[Sequence[int]], experts: int, device: str) -> Route
     ends = [sum(expert <= number for expert, _ in pairs) for number in range(experts)]
     out.ends.copy_(torch.tensor(ends, dtype=torch.int32))
     for row, own in enumerate(choices):
-        places = [pairs.index((expert, row)) for expert in sorted(own)]
-        out.places[row, : len(own)] = torch.tensor(places, dtype=torch.int32)
+        own_pairs = [pairs.index((expert, row)) for expert in sorted(own)]
+        out.pairs[row, : len(own)] = torch.tensor(own_pairs, dtype=torch.int32)
     return out
 
 
@@ -68,7 +68,7 @@ def card_of_device(device: str) -> Any:
 
 
 def config_of(matrix: TieredMatrix, given: Routed, rows: int) -> GroupedConfig:
-    experts, top_k = len(given.ends), given.places.shape[1]
+    experts, top_k = len(given.ends), given.pairs.shape[1]
     return grouped_config(
         rows, [part.split for part in matrix.parts], ACCESS[: len(matrix.parts)], experts=experts,
         top_k=top_k, card=card_of_device(str(given.ends.device)),
@@ -99,7 +99,7 @@ def added(choices: list[list[int]], matrix: TieredMatrix, experts: int, device: 
     given, m = routed(choices, experts, device), matrix.shape[0] // experts
     x = normal(len(given.tokens), matrix.shape[1], dtype=matrix.dtype, device=device)
     residual = normal(len(choices), m, dtype=matrix.dtype, device=device)
-    top_k = given.places.shape[1]
+    top_k = given.pairs.shape[1]
     sums = PairSums.empty(len(choices), top_k, m, device)
     config = dataclasses.replace(config_of(matrix, given, len(choices)), **change)
     found = []
@@ -171,10 +171,10 @@ def test_formats(run: Any, layout: Quantised, rows: int, kernel_device: str) -> 
 
 @pytest.mark.parametrize("run", [gated, added])
 @pytest.mark.parametrize(("m", "layout"), [(80, None), (144, FEW_LAYOUTS[0])], ids=str)
-def test_experts_lie_elsewhere_than_at_their_places(
+def test_experts_lie_elsewhere_than_at_their_indices(
     run: Any, m: int, layout: Quantised | None, kernel_device: str
 ) -> None:
-    """Those that are not cut are one piece each, alike in all tiers; their own places are NaN."""
+    """Those that are not cut are one piece each, alike in all tiers; their addresses have NaN."""
     choices, height = random_choices(9, 6, 2), m // 8
     counts = (2 * height + 3, 3 * height, height - 3)
     matrix = matrix_of(6, m, 200, counts, kernel_device, layout or PACKED16)

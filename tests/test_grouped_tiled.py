@@ -175,10 +175,10 @@ def test_no_bit_depends_on_how_many_rows_an_expert_has(kernel_device: str) -> No
 
 
 @pytest.mark.parametrize("layout", [None, FEW_LAYOUTS[0]], ids=str)
-def test_experts_lie_elsewhere_than_at_their_places(
+def test_experts_lie_elsewhere_than_at_their_indices(
     layout: Quantised | None, kernel_device: str
 ) -> None:
-    """Those that are not cut, of which two groups are one tile; garbage is at their places."""
+    """Those that are not cut, of which two groups are one tile; garbage is at their addresses."""
     counts, splits = (3, 0, 70, 1), expert_splits(
         (40, 64), expert_row_blocks=26, top_k=2, card=hopper(3)
     )  # fmt: skip
@@ -231,7 +231,7 @@ def mixture(
     out = route(x, router, rule, Routed.allocate(n, rule, x.shape[1], device), **options)
     counters = tile_counters(device)
     rows = torch.full((pairs, hidden), math.nan, dtype=dtype, device=device)
-    permute(x, out.places, rows)
+    permute(x, out.pairs, rows)
     inner_rows = torch.full((pairs, inner), math.nan, dtype=dtype, device=device)
     access = [TierAccess()]
     for given, matrix, to, activation in (
@@ -246,7 +246,7 @@ def mixture(
         grouped_tiled_gemm(
             given, out.ends, weight, launch, to, counters=counters, activation=activation
         )
-    found = combine(rows, out.places, out.weights, residual, residual.clone())
+    found = combine(rows, out.pairs, out.weights, residual, residual.clone())
     logits = x.double() @ router.double().T
     chosen, weights = reference.choose(logits, None, rule)
     gate_ups = up.double().view(experts, 2 * inner, hidden)
@@ -299,8 +299,8 @@ def test_sums_have_the_order_of_experts(kernel_device: str) -> None:
     products = products.repeat(1, 8)
     weights = torch.tensor([2.0**20, 1.0, -(2.0**20)], device=kernel_device)
     residual = torch.zeros(2, 8, dtype=torch.float16, device=kernel_device)
-    for places, wanted in (([0, 2, 1], 1.0), ([0, 1, 2], 0.0)):
-        given = torch.tensor([places, [-1] * 3], dtype=torch.int32, device=kernel_device)
+    for pairs, wanted in (([0, 2, 1], 1.0), ([0, 1, 2], 0.0)):
+        given = torch.tensor([pairs, [-1] * 3], dtype=torch.int32, device=kernel_device)
         room = torch.cat([products, products])
         more = torch.cat([weights, weights])
         found = combine(room, given, more, residual, torch.full_like(residual, math.nan))
@@ -329,13 +329,13 @@ def test_operands_that_do_not_fit(change: dict[str, Any], message: str) -> None:
 
 
 def test_rows_to_permute_that_do_not_fit() -> None:
-    x, places = torch.zeros(2, 16).half(), torch.zeros(2, 3, dtype=torch.int32)
+    x, pairs = torch.zeros(2, 16).half(), torch.zeros(2, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"out as \[6, 16\]"):
-        permute(x, places, torch.zeros(5, 16).half())
+        permute(x, pairs, torch.zeros(5, 16).half())
     with pytest.raises(ValueError, match="16-bit elements in multiples of 8"):
-        permute(x[:, :12].contiguous(), places, torch.zeros(6, 12).half())
+        permute(x[:, :12].contiguous(), pairs, torch.zeros(6, 12).half())
     with pytest.raises(ValueError, match=r"weights as \[6\] of torch.float32"):
-        combine(torch.zeros(6, 16).half(), places, torch.zeros(6).half(), x, x)
+        combine(torch.zeros(6, 16).half(), pairs, torch.zeros(6).half(), x, x)
 
 
 @pytest.mark.parametrize("card", [H200, SMALL, hopper(8)], ids=["hopper", "small", "few-sms"])

@@ -456,7 +456,7 @@ def test_steps_with_drafts_choose_what_steps_without_choose(
         ]
         made.limit(decode, {})
         if steps == 1:
-            made.place(2)
+            made.assign(2)
         if steps == 2:
             rows.run(cache.counts)  # a step without drafts
             made.keep(2)

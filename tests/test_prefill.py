@@ -120,7 +120,7 @@ def test_remote_weights_cross_their_link_in_every_pass(transport: Transport) -> 
 
 
 def test_a_pass_that_needs_nearly_all_experts_stages_all() -> None:
-    """There is room for two matrices, and for 7 experts in 64 MiB that change places."""
+    """There is room for two matrices, and for 7 experts in 64 MiB that are exchanged."""
     policy = Policy(offload_ratio=0.5, kv_offload_ratio=0.0)
     plan = a_plan("qwen3-30b-a3b", batch=64, prompt=512, profile="h100-sxm", policy=policy)
     assert plan.prefill.transport == "staged"

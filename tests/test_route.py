@@ -34,20 +34,20 @@ def room(x: torch.Tensor, rule: Routing, more: int = 0) -> Routed:
 def choices(out: Routed, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [n, k], ascending, and their weights; -1 and 0 in rows without a request.
 
-    Checks that the pairs of each expert are its rows, in order, and that places lead to them.
+    Checks that the pairs of each expert are its rows, in order, and that `pairs` lead to them.
     """
-    ends, places = out.ends.tolist(), out.places[:n].cpu()
+    ends, pairs = out.ends.tolist(), out.pairs[:n].cpu()
     tokens, weights = out.tokens[: ends[-1]].cpu(), out.weights[: ends[-1]].cpu()
     counts = torch.tensor([b - a for a, b in zip([0, *ends], ends, strict=False)])
     of_pairs = torch.arange(len(ends)).repeat_interleave(counts)
     for rows in tokens.split(counts.tolist()):
         assert rows.equal(rows.unique()), "each row once, ascending"
-    assert sorted(places[places >= 0].tolist()) == list(range(ends[-1]))
-    owner = torch.arange(n)[:, None].expand_as(places)
-    assert tokens[places[places >= 0]].equal(owner[places >= 0].int())
-    found = torch.where(places >= 0, of_pairs[places.clamp(min=0)], -1)
-    assert (found.diff(dim=1) > 0)[places[:, 0] >= 0].all()
-    return found, torch.where(places >= 0, weights[places.clamp(min=0)], 0.0)
+    assert sorted(pairs[pairs >= 0].tolist()) == list(range(ends[-1]))
+    owner = torch.arange(n)[:, None].expand_as(pairs)
+    assert tokens[pairs[pairs >= 0]].equal(owner[pairs >= 0].int())
+    found = torch.where(pairs >= 0, of_pairs[pairs.clamp(min=0)], -1)
+    assert (found.diff(dim=1) > 0)[pairs[:, 0] >= 0].all()
+    return found, torch.where(pairs >= 0, weights[pairs.clamp(min=0)], 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,7 +159,7 @@ def test_a_row_of_nan_chooses_experts_all_the_same(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 5])
 def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> None:
-    """Pairs go by places; choices, their counts, and the order of a row's pairs, by numbers."""
+    """Pairs go by stack index; choices, their counts, and the order of a row's pairs, by number."""
     rule = Routing(experts=24, top_k=top_k, scores="sigmoid", groups=3, top_groups=2)
     x = normal(37, 40, dtype=torch.bfloat16, device=kernel_device)
     weight = normal(24, 40, dtype=torch.float32, device=kernel_device)
@@ -180,14 +180,14 @@ def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> Non
     )
     found = []
     for out, of in zip((plain, other), counts, strict=True):
-        by_place = torch.arange(24).repeat_interleave(of)
-        pairs = out.places.cpu()
-        at = by_place[pairs.clamp(min=0)]
+        by_index = torch.arange(24).repeat_interleave(of)
+        pairs = out.pairs.cpu()
+        at = by_index[pairs.clamp(min=0)]
         found.append((at if out is plain else order[at], out.weights.cpu()[pairs.clamp(min=0)]))
         rows = torch.arange(37)[:, None].expand_as(pairs)
         assert out.tokens.cpu()[pairs[pairs >= 0]].equal(rows[pairs >= 0].int())
-    has = plain.places.cpu() >= 0
-    assert has.equal(other.places.cpu() >= 0) and has.sum() == 36 * top_k
+    has = plain.pairs.cpu() >= 0
+    assert has.equal(other.pairs.cpu() >= 0) and has.sum() == 36 * top_k
     assert found[0][0][has].equal(found[1][0][has]) and found[0][1][has].equal(found[1][1][has])
 
 
@@ -202,7 +202,7 @@ def test_experts_stacked_in_another_order(top_k: int, kernel_device: str) -> Non
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths as \[2\]"),
         ({"stacked": torch.zeros(9, dtype=torch.int32)}, r"stacked as \[8\]"),
         ({"use": torch.zeros(2, 9, dtype=torch.int32)}, r"use as \[2, 8\]"),
-        ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), 16, "cpu")}, "places as"),
+        ({"out": Routed.allocate(1, Routing(experts=8, top_k=2), 16, "cpu")}, "pairs as"),
         ({"out": Routed.allocate(2, Routing(experts=8, top_k=2), 600, "cpu")}, "logits as"),
         ({"routing": Routing(experts=520, top_k=2)}, "up to 512 experts"),
         ({}, "current GPU"),
@@ -229,7 +229,7 @@ def test_ctas_arrive_in_any_order(
     x = normal(n, 520, dtype=torch.bfloat16, device=kernel_device)
     weight = normal(40, 520, dtype=torch.float32, device=kernel_device)
     first = choices(route(x, weight, rule, room(x, rule)), n)
-    for name in ("route", "place"):
+    for name in ("route", "number_pairs"):
         kernel = jit.kernel(SOURCE, name, defines(x.dtype, 40))
         if isinstance(kernel, EmulatedKernel):
             monkeypatch.setattr(kernel, "seed", seed)

@@ -50,7 +50,13 @@ def attended(case: Case, tiles: RowTiles, slots: Sequence[torch.Tensor]) -> torc
     out = torch.full((n, heads * dim), torch.nan, dtype=case.dtype, device=case.device)
     tiles.assign(lengths, numbers, tables, pdl=True)
     store_kv(
-        qkv, lengths, tiles.places[:n], 0, kv_heads=case.kv_heads, rotations=case.turns, pdl=True
+        qkv,
+        lengths,
+        tiles.kv_addresses[:n],
+        0,
+        kv_heads=case.kv_heads,
+        rotations=case.turns,
+        pdl=True,
     )
     return prompt_attn(qkv[:, :heads], tables, tiles.work(n), out, scale=dim**-0.5, pdl=True)
 
@@ -98,7 +104,7 @@ def test_a_launch_does_other_work_with_other_rows(device: torch.device) -> None:
         tiles.assign(*of, tables)
         made = [PromptTile(*tile) for tile in tiles.tiles.tolist()]
         for row, (length, slot, tile) in enumerate(zip(lengths, slots, made, strict=True)):
-            key = tiles.places[row].tolist()
+            key = tiles.kv_addresses[row].tolist()
             if length < 0:
                 assert tile.blocks == tile.queries == 0 and key == [0, 0, 0]
                 continue

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import normal, packed
 
-from dakrun.engine import Place, Staging, grouped, places, staged_bytes
+from dakrun.engine import RingSpan, Staging, grouped, ring_spans, staged_bytes
 from dakrun.formats import Split
 from dakrun.hardware import LOCAL
 
@@ -16,14 +16,14 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
 def test_a_ring_of_two() -> None:
-    first, *others = places([60, 60, 60, 30], 120)
-    assert first == Place(0, 60, 2, early=True)
+    first, *others = ring_spans([60, 60, 60, 30], 120)
+    assert first == RingSpan(0, 60, 2, early=True)
     assert others == [
-        Place(60, 120, None, early=False),  # the last item is there before
-        Place(0, 60, 0, early=False),
-        Place(60, 90, 1, early=False),
+        RingSpan(60, 120, None, early=False),  # the last item is there before
+        RingSpan(0, 60, 0, early=False),
+        RingSpan(60, 90, 1, early=False),
     ]
-    assert places([60, 60, 60, 30], 120, early=False) == [
+    assert ring_spans([60, 60, 60, 30], 120, early=False) == [
         replace(first, after=None, early=False),
         *others,
     ]
@@ -31,17 +31,17 @@ def test_a_ring_of_two() -> None:
 
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 8 bytes, got 9"):
-        places([1, 9], 8)
+        ring_spans([1, 9], 8)
 
 
 @given(SIZES, st.integers(50, 150), st.booleans())
 def test_nothing_is_copied_over_what_is_still_to_be_read(
     sizes: list[int], ring: int, first: bool
 ) -> None:
-    """Two passes after the other, with copies as early as their places allow."""
-    found = places(sizes, ring, early=first)
+    """Two passes after the other, with copies as early as their spans allow."""
+    found = ring_spans(sizes, ring, early=first)
     count = len(sizes)
-    early = [i for i, place in enumerate(found) if place.early]
+    early = [i for i, span in enumerate(found) if span.early]
     assert early == list(range(len(early))) and bool(early) == first, "the first ones"
     assert all(found[i].after != count - 1 for i in early[1:])
     held: dict[int, int] = {}  # what byte belongs to which matrix
@@ -77,7 +77,7 @@ def test_small_items_are_grouped(sizes: list[int], together: int) -> None:
 @pytest.mark.parametrize("count", range(2, 40))
 def test_the_first_and_the_last_item_are_apart(count: int) -> None:
     """The pass before copies the first one while kernels read the last one."""
-    first = places([4 + count % 2, *[4, 5] * count][:count], 18)[0]
+    first = ring_spans([4 + count % 2, *[4, 5] * count][:count], 18)[0]
     assert first.after is not None and first.after < count - 1
 
 

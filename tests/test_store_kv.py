@@ -26,12 +26,12 @@ def test_two_prompts_in_two_slots(
     qkv = torch.randn(79, heads + 2 * kv_heads, dim, device=kernel_device).to(dtype)
     slots = torch.zeros(2, LAYERS, shape.slot_bytes, dtype=torch.uint8, device=kernel_device)
     wanted = slots.clone()
-    places, positions = [], []
+    kv_addresses, positions = [], []
     for slot, start, length in segments:
         for position in range(start, start + length):
             block, row = divmod(position, KV_BLOCK)
             key = slots[slot].data_ptr() + (block * 2 * KV_BLOCK + row) * dim * 2
-            places.append((key, shape.slot_bytes, shape.slot_bytes // kv_heads))
+            kv_addresses.append((key, shape.slot_bytes, shape.slot_bytes // kv_heads))
             positions.append(position)
     at = torch.tensor(positions, dtype=torch.int32, device=kernel_device)
     rotations = None
@@ -42,7 +42,7 @@ def test_two_prompts_in_two_slots(
         rotations = torch.stack((angles.cos(), angles.sin()), -1)
         cos, sin = rotations[at.long(), None].unbind(-1)
         q, k = (rotate(x.float(), cos, sin).to(dtype) for x in (q, k))
-    where = torch.tensor(places, device=kernel_device)
+    where = torch.tensor(kv_addresses, device=kernel_device)
     store_kv(qkv, at, where, 1, kv_heads=kv_heads, rotations=rotations)
 
     found_q, found_k, found_v = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -61,11 +61,11 @@ def test_two_prompts_in_two_slots(
 
 def test_what_does_not_fit() -> None:
     qkv = torch.zeros(2, 6, 64, dtype=torch.float16)
-    at, places = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64)
+    at, kv_addresses = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64)
     for bad, kv_heads in ((qkv[..., :40], 1), (qkv, 3), (qkv, 0)):
         with pytest.raises(ValueError, match="expected qkv as"):
-            store_kv(bad, at, places, 0, kv_heads=kv_heads)
+            store_kv(bad, at, kv_addresses, 0, kv_heads=kv_heads)
     with pytest.raises(ValueError, match="expected positions as"):
-        store_kv(qkv, at[:1], places, 0, kv_heads=1)
-    with pytest.raises(ValueError, match="expected places as"):
-        store_kv(qkv, at, places[:, :2], 0, kv_heads=1)
+        store_kv(qkv, at[:1], kv_addresses, 0, kv_heads=1)
+    with pytest.raises(ValueError, match="expected kv_addresses as"):
+        store_kv(qkv, at, kv_addresses[:, :2], 0, kv_heads=1)

@@ -62,8 +62,8 @@ class Popularity:
         total = [0.0] * len(self.counts[0])
         for layer, order in zip(self.counts, self.orders, strict=True):
             share = top_k / (sum(layer) + len(layer))
-            for place, expert in enumerate(order):
-                total[place] += 1 - (1 - min(1.0, share * (layer[expert] + 1))) ** tokens
+            for index, expert in enumerate(order):
+                total[index] += 1 - (1 - min(1.0, share * (layer[expert] + 1))) ** tokens
         return tuple(chance / len(self.counts) for chance in total)
 
     @classmethod

@@ -69,13 +69,13 @@ class Drafter:
                 self._drafts[slot] = Draft(found[-1])
                 continue
             text = self._texts[slot].all
-            own, place = longest_match(text)
+            own, match_end = longest_match(text)
             length = min(limit, self.lengths.length(slot, max(own, match)))
             if match > own:
                 known = row[:length].tolist()
                 tokens = known[: known.index(-1)] if -1 in known else known
             else:
-                tokens = continuation(text, place, length)
+                tokens = continuation(text, match_end, length)
             self._drafts[slot] = Draft(tokens, min(LONGEST_MATCH, max(own, match)))
             found.append(tokens)
         return found

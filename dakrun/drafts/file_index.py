@@ -1,8 +1,8 @@
 """What followed the last few tokens in the answers of a run so far: an index of bounded memory.
 
 For each context, the last tokens of a text, the index has the token that followed it most often, as
-far as a vote in one place can tell (Boyer and Moore 1981). Work is done in numpy for all rows of a
-step together.
+far as a vote within one entry can tell (Boyer and Moore 1981). Work is done in numpy for all rows
+of a step together.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class FileIndex:
     def __init__(self, slots: int, entries: int = ENTRIES) -> None:
         """`entries` is a power of two."""
         assert entries & (entries - 1) == 0, f"expected a power of two, got {entries}"
-        # S at the last CONTEXTS[-1] + 1 places of each text, the newest one last.
+        # S at the last CONTEXTS[-1] + 1 positions of each text, the newest one last.
         self._sums = np.zeros((slots, CONTEXTS[-1] + 1), dtype=np.uint64)
         self._names = np.zeros(entries, dtype=np.uint64)
         self._tokens = np.full(entries, _NO_TOKEN, dtype=np.int32)
@@ -66,8 +66,8 @@ class FileIndex:
         tokens = np.full((len(slots), count), _NO_TOKEN, dtype=np.int64)
         for number in range(count):
             names = self._hashes(sums)
-            places = (names >> self._shift).astype(np.int64)
-            known = self._names[places] == names
+            entries = (names >> self._shift).astype(np.int64)
+            known = self._names[entries] == names
             longest = known * np.arange(1, len(CONTEXTS) + 1)
             longest = longest.max(axis=1)
             found = np.flatnonzero(longest)
@@ -76,7 +76,7 @@ class FileIndex:
             rows, longest = rows[found], longest[found] - 1
             if number == 0:
                 lengths[rows] = _LENGTHS[longest]
-            next_ones = self._tokens[places[found, longest]]
+            next_ones = self._tokens[entries[found, longest]]
             tokens[rows, number] = next_ones
             sums = self._grown(sums[found, 1:], next_ones[:, None].astype(np.uint64))
         return lengths, tokens
@@ -84,8 +84,8 @@ class FileIndex:
     def _grown(self, sums: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """`sums` [n, m], and those of `tokens` [n, k] behind them: uint64 [n, m + k]."""
         found = np.concatenate((sums, tokens), axis=1)
-        for place in range(sums.shape[1], found.shape[1]):
-            found[:, place] += found[:, place - 1] * np.uint64(_BASE) + np.uint64(1)
+        for at in range(sums.shape[1], found.shape[1]):
+            found[:, at] += found[:, at - 1] * np.uint64(_BASE) + np.uint64(1)
         return found
 
     def _hashes(self, sums: np.ndarray) -> np.ndarray:
@@ -98,15 +98,15 @@ class FileIndex:
     def _vote(self, names: np.ndarray, tokens: np.ndarray) -> None:
         """Count the `tokens` [n] that followed contexts of `names` [n, contexts].
 
-        An entry keeps its token while others, and other contexts with the same place, have fewer
+        An entry keeps its token while others, and other contexts of the same entry, have fewer
         votes.
         """
         names, followed = names.ravel(), np.repeat(tokens, len(CONTEXTS))
-        places = (names >> self._shift).astype(np.int64)
-        agrees = (self._names[places] == names) & (self._tokens[places] == followed)
-        votes = self._votes[places] + (2 * agrees - 1)
-        self._votes[places] = np.clip(votes, 0, MOST_VOTES)
+        entries = (names >> self._shift).astype(np.int64)
+        agrees = (self._names[entries] == names) & (self._tokens[entries] == followed)
+        votes = self._votes[entries] + (2 * agrees - 1)
+        self._votes[entries] = np.clip(votes, 0, MOST_VOTES)
         lost = np.flatnonzero(votes < 0)
-        places = places[lost]
-        self._names[places], self._tokens[places] = names[lost], followed[lost]
-        self._votes[places] = 1
+        entries = entries[lost]
+        self._names[entries], self._tokens[entries] = names[lost], followed[lost]
+        self._votes[entries] = 1

@@ -10,7 +10,7 @@ from dakrun.geometry import LONGEST_MATCH
 
 
 def longest_match(text: np.ndarray) -> tuple[int, int]:
-    """Length of the longest end of `text` that occurs before, and the place behind that occurrence.
+    """Length of the longest end of `text` that occurs before, and where that occurrence ends.
 
     `text` is an array of tokens [n]. The length is at most LONGEST_MATCH; the last of several
     occurrences counts. An occurrence may overlap the end itself. (0, n) if there is none.
@@ -18,23 +18,23 @@ def longest_match(text: np.ndarray) -> tuple[int, int]:
     n = len(text)
     if n < 2:
         return 0, n
-    places = np.flatnonzero(text[:-1] == text[-1]) + 1
-    if not len(places):
+    ends = np.flatnonzero(text[:-1] == text[-1]) + 1
+    if not len(ends):
         return 0, n
     length = 1
     while length < LONGEST_MATCH:
-        longer = places[places > length]
+        longer = ends[ends > length]
         longer = longer[text[longer - 1 - length] == text[n - 1 - length]]
         if not len(longer):
             break
-        places, length = longer, length + 1
-    return length, int(places[-1])
+        ends, length = longer, length + 1
+    return length, int(ends[-1])
 
 
-def continuation(text: np.ndarray, place: int, count: int) -> list[int]:
-    """The `count` tokens from `place` on; behind the end the text goes on with what they are.
+def continuation(text: np.ndarray, match_end: int, count: int) -> list[int]:
+    """The `count` tokens from `match_end` on; behind the end the text goes on with what they are.
 
     So the end of a text that repeats itself goes on repeating.
     """
-    period = len(text) - place
-    return [int(text[place + i % period]) for i in range(count)] if period else []
+    period = len(text) - match_end
+    return [int(text[match_end + i % period]) for i in range(count)] if period else []

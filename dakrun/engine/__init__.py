@@ -15,8 +15,8 @@ computes a step: graph_runner.py on the GPU's kernels (decode_step.py, verify_st
 slot_progress.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
 reference_runner.py in plain torch (reference_backend.py).
 
-expert_use.py counts the experts that tokens choose. By these counts expert_moves.py lets experts
-change places; on the GPU's kernels expert_copies.py copies them.
+expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
+experts; on the GPU's kernels expert_copies.py copies them.
 
 sampler.py chooses tokens in torch, from logits that adjustments.py changes as a request asks;
 logprobs.py has their log-probabilities. mask_writer.py writes which tokens the form of an answer
@@ -42,7 +42,7 @@ from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
-from dakrun.engine.staging import Place, Staging, StagingRing, grouped, places, staged_bytes
+from dakrun.engine.staging import RingSpan, Staging, StagingRing, grouped, ring_spans, staged_bytes
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.engine.swap import SwapSpace, swap_beats_recompute
 
@@ -61,9 +61,9 @@ __all__ = [
     "KernelBackend",
     "Lengths",
     "MaskWriter",
-    "Place",
     "Prefill",
     "ReferenceRunner",
+    "RingSpan",
     "Row",
     "Staging",
     "StagingRing",
@@ -77,8 +77,8 @@ __all__ = [
     "gpu_errors",
     "grouped",
     "noise",
-    "places",
     "request_seed",
+    "ring_spans",
     "sample",
     "staged_bytes",
     "swap_beats_recompute",

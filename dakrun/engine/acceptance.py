@@ -31,9 +31,9 @@ def accept(
     open_rows = list(range(len(rows)))
     while open_rows:
         own = [(rows[number], accepted[number]) for number in open_rows]
-        places = [firsts[number] + len(accepted[number]) for number in open_rows]
+        ends = [firsts[number] + len(accepted[number]) for number in open_rows]
         tokens = sample(
-            logits if len(places) == len(logits) else logits[places],
+            logits if len(ends) == len(logits) else logits[ends],
             [row.sampling.params for row, _ in own],
             [row.sampling.seed for row, _ in own],
             [row.last + 2 - row.wanted + len(new) for row, new in own],

@@ -20,7 +20,7 @@ from dakrun.kernels.attention import (
 )
 from dakrun.memory.device import upload
 
-BlockPlaces = list[tuple[int, int]]  # of blocks: address in layer 0, bytes from layer to layer
+BlockAddresses = list[tuple[int, int]]  # of blocks: address in layer 0, bytes from layer to layer
 
 
 class CachedAttention:
@@ -37,7 +37,7 @@ class CachedAttention:
         cache: KVCache,
         shape: KVShape,
         rows: Sequence[Row],
-        written: Sequence[BlockPlaces],
+        written: Sequence[BlockAddresses],
     ) -> None:
         """`written` are the blocks of each row's own tokens, as KVWriter.begin() gives them."""
         self._cache, self._scale, device = cache, config.head_dim**-0.5, cache.device
@@ -47,7 +47,7 @@ class CachedAttention:
         parts: list[tuple[PromptSegment, int]] = []  # and their slots
         moved: list[tuple[int, int, int]] = []  # of a part: block and address, where not the slot's
         first = 0
-        for row, places in zip(rows, written, strict=True):
+        for row, addresses in zip(rows, written, strict=True):
             if row.start:
                 full, number = row.start // KV_BLOCK, len(parts)
                 if remote := min(full, cache.remote_blocks(row.slot)):
@@ -65,7 +65,7 @@ class CachedAttention:
                     ]
                 moved += [
                     (number, block, address)
-                    for block, (address, layer_bytes) in enumerate(places, full)
+                    for block, (address, layer_bytes) in enumerate(addresses, full)
                     if not layer_bytes
                 ]
                 parts.append((PromptSegment(first, number, row.start, row.length), row.slot))

@@ -1,6 +1,6 @@
 """A decode step on the GPU's kernels: from the rows' newest tokens to their next ones.
 
-A row is a slot's place in the batch. Knows batch buckets and the rows' buffers on the device,
+A row of the batch is the step of a slot. Knows batch buckets and the rows' buffers on the device,
 neither graphs nor requests.
 """
 
@@ -194,7 +194,7 @@ class DecodeStep:
         self.backend.normalize_heads(attention, qkv)
         q, _, _ = attention.split(qkv)
         store_kv(
-            qkv.view(n, -1, attention.head_dim), self.lengths[:n], tiles.places[:n], layer,
+            qkv.view(n, -1, attention.head_dim), self.lengths[:n], tiles.kv_addresses[:n], layer,
             kv_heads=attention.kv_heads, rotations=self.backend.rotations, pdl=True,
         )  # fmt: skip
         return prompt_attn(
@@ -210,10 +210,10 @@ class DecodeStep:
 
     def logged(self, step: Step) -> Sequence[Sequence[int]]:
         """The tokens that a step has chosen, for each of its rows; its launches must have ended."""
-        places = [row.slot * LOG_STEPS + row.start % LOG_STEPS for row in step.decode]
+        entries = [row.slot * LOG_STEPS + row.start % LOG_STEPS for row in step.decode]
         ends = (row for row in step.prompts if row.wanted)
-        places += (row.slot * LOG_STEPS + row.last % LOG_STEPS for row in ends)
-        chosen = self.log.take(torch.tensor(places, dtype=torch.int64)).tolist()
+        entries += (row.slot * LOG_STEPS + row.last % LOG_STEPS for row in ends)
+        chosen = self.log.take(torch.tensor(entries, dtype=torch.int64)).tolist()
         return step.by_row(list(zip(chosen, strict=True)))
 
     def first_tokens(

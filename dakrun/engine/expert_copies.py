@@ -1,17 +1,17 @@
 """Exchanges of experts that kernels read, by copies that run beside steps.
 
-Knows bytes, places and streams; expert_moves.py says which experts to exchange.
+Knows bytes, stack indices and streams; expert_moves.py says which experts to exchange.
 
-The matrices of a layer's experts are stacked. An expert's place in the stack decides which tier's
-CTAs read it; the place's shift is the bytes from the place to the memory that the expert is in. One
-piece of HBM is spare. A hot expert comes from the host, a cold one goes there:
+The matrices of a layer's experts are stacked. An expert's index in the stack decides which tier's
+CTAs read it; its shift is the bytes from that index's memory to the memory that the expert is in.
+One piece of HBM is spare. A hot expert comes from the host, a cold one goes there:
 
     beside steps:   hot expert, host -> spare    both are read where they were
-    between steps:  places and shifts change     hot is read from the spare piece, by HBM's CTAs
+    between steps:  indices and shifts change    hot is read from the spare piece, by HBM's CTAs
     beside steps:   cold expert, HBM -> host     still read from HBM, by the host's CTAs
     between steps:  its shift changes            its piece of HBM is the spare one now
 
-The device's tables of places and shifts change in the order of the stream: before the first kernel
+The device's tables of indices and shifts change in the order of the stream: before the first kernel
 of a step, which no other kernel of the step overtakes. So a piece that no table names is free, and
 captured graphs stay as they are.
 """
@@ -32,35 +32,35 @@ LEAST_COPY = 64 << 10  # bytes that may be copied beside a step, however short t
 
 
 class ExpertTables:
-    """The places of each layer's experts, and each place's shifts in the layer's two matrices.
+    """The stack indices of each layer's experts, and each index's shifts in its two matrices.
 
-    Kernels read them on `device`; `set_places` and `set_shift` take effect with `publish`.
+    Kernels read them on `device`; `set_stack_indices` and `set_shift` take effect with `publish`.
     """
 
     def __init__(self, use: ExpertUse, device: torch.device) -> None:
         layers, experts = len(use.orders), len(use.orders[0])
         self._host = torch.zeros(layers, 3, experts, dtype=torch.int64)
         for layer, order in enumerate(use.orders):
-            self.set_places(layer, order)
+            self.set_stack_indices(layer, order)
         self._device = self._host.to(device, copy=True)
 
-    def places(self, layer: int) -> torch.Tensor:
-        """int32 [E] on the device: the place of each expert, by its number."""
+    def stack_indices(self, layer: int) -> torch.Tensor:
+        """int32 [E] on the device: the stack index of each expert, by its number."""
         experts = self._device.shape[2]
         return self._device[layer, 2].view(torch.int32)[:experts]
 
     def shifts(self, layer: int, matrix: int) -> torch.Tensor:
-        """int64 [E] on the device: bytes from each place of a matrix to where its expert lies."""
+        """int64 [E] on the device: bytes from each stack index to where its expert lies."""
         return self._device[layer, matrix]
 
-    def set_places(self, layer: int, order: Sequence[int]) -> None:
-        """Let the experts `order` be at the places of a layer."""
-        places = sorted(range(len(order)), key=order.__getitem__)
-        self._host[layer, 2].view(torch.int32)[: len(places)] = torch.tensor(places)
+    def set_stack_indices(self, layer: int, order: Sequence[int]) -> None:
+        """Let the experts of a layer be stacked in `order`."""
+        indices = sorted(range(len(order)), key=order.__getitem__)
+        self._host[layer, 2].view(torch.int32)[: len(indices)] = torch.tensor(indices)
 
-    def set_shift(self, layer: int, matrix: int, place: int, shift: int) -> None:
-        """Let the expert at a place lie `shift` bytes behind it."""
-        self._host[layer, matrix, place] = shift
+    def set_shift(self, layer: int, matrix: int, index: int, shift: int) -> None:
+        """Let the expert at a stack index lie `shift` bytes behind it."""
+        self._host[layer, matrix, index] = shift
 
     def publish(self, layer: int) -> None:
         """Let kernels that are launched from now on read the layer's tables as they are now."""
@@ -90,7 +90,7 @@ class ExpertCopies:
         self._room = LEAST_COPY  # bytes that may be copied beside the next step
         self.together, self._rooms = together, list(spare.view(together, -1))
         self._spare: list[list[torch.Tensor]] = []  # pieces of the two matrices of an expert
-        self._pieces: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer and local place
+        self._pieces: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer and local index
 
     def allow(self, seconds: float | None) -> None:
         """Allow copies beside the next step, if it takes `seconds`; None: as many as there are."""
@@ -103,13 +103,13 @@ class ExpertCopies:
             copied.synchronize()
 
     def exchange(self, layer: int, first: int, second: int) -> Iterator[bool]:
-        """An Exchange (expert_moves.py): `first` is a remote place of a layer, `second` a local."""
-        remote, local = (self._homes(layer, place) for place in (first, second))
+        """An Exchange (expert_moves.py): `first` is a remote index of a layer, `second` a local."""
+        remote, local = (self._homes(layer, index) for index in (first, second))
         cold = self._pieces.pop((layer, second), local)
         hot = self._take([piece.nbytes for piece in cold])
         yield from self._copied(hot, remote, away=False)
         self._use.exchange(layer, first, second)
-        self._tables.set_places(layer, self._use.orders[layer])
+        self._tables.set_stack_indices(layer, self._use.orders[layer])
         self._lie(layer, second, local, hot)
         self._lie(layer, first, remote, cold)
         self._tables.publish(layer)
@@ -123,17 +123,17 @@ class ExpertCopies:
         """Spare pieces of so many bytes."""
         return self._spare.pop() if self._spare else list(self._rooms.pop().split(sizes))
 
-    def _homes(self, layer: int, place: int) -> list[torch.Tensor]:
-        """The bytes of the two matrices stacked at a place; each is one array."""
-        found = matrices_at(self._use.mixtures[layer], self._matrices, place)
+    def _homes(self, layer: int, index: int) -> list[torch.Tensor]:
+        """The bytes of the two matrices stacked at an index; each is one array."""
+        found = matrices_at(self._use.mixtures[layer], self._matrices, index)
         return [data for matrix in found for data in matrix.arrays]
 
     def _lie(
-        self, layer: int, place: int, homes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
+        self, layer: int, index: int, homes: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
     ) -> None:
-        """Let the expert at a place lie in `pieces`."""
+        """Let the expert at a stack index lie in `pieces`."""
         for number, (home, piece) in enumerate(zip(homes, pieces, strict=True)):
-            self._tables.set_shift(layer, number, place, piece.data_ptr() - home.data_ptr())
+            self._tables.set_shift(layer, number, index, piece.data_ptr() - home.data_ptr())
 
     def _copied(
         self, to: Sequence[torch.Tensor], of: Sequence[torch.Tensor], *, away: bool

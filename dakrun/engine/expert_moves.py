@@ -1,7 +1,7 @@
-"""Experts that change places between steps: those of most use come to the local tier.
+"""Exchanges of experts between steps: those of most use come to the local tier.
 
-Knows counts and places. In plain torch it also exchanges the bytes of two experts; where kernels
-read experts, expert_copies.py does.
+Knows counts and stack indices. In plain torch it also exchanges the bytes of two experts; where
+kernels read experts, expert_copies.py does.
 """
 
 import math
@@ -21,16 +21,16 @@ WINDOW = 32  # decode steps between two looks at the counts
 # and 64 remote experts that are chosen alike, the least and the most chosen differ by 3.4.
 SIGNIFICANT = 5.0
 
-# Lets the experts at two places of a layer change places, the first remote and the second local.
-# The iterator is advanced once before each step until it ends. It yields whether an expert is away
-# from its place.
+# Exchanges the experts at two stack indices of a layer, the first remote and the second local.
+# The iterator is advanced once before each step until it ends. It yields whether an expert lies
+# away from its stack index.
 Exchange = Callable[[int, int, int], Iterator[bool]]
 
 
 class ExpertMoves:
     """Exchanges of experts by the counts of `use`, up to `together` pairs at a time.
 
-    So far `exchanged` pairs have changed places, `nbytes` bytes in all. Only experts whose matrices
+    So far `exchanged` pairs were exchanged, `nbytes` bytes in all. Only experts whose matrices
     lie in one piece, in one tier, move. `exchange` moves them, by default in plain torch.
     """
 
@@ -46,15 +46,15 @@ class ExpertMoves:
         self._counted = torch.zeros_like(use.chosen(), device="cpu")  # up to the last pairs
         self._looked: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._steps = 0
-        self._due: deque[tuple[int, int, int]] = deque()  # a layer, and two places
+        self._due: deque[tuple[int, int, int]] = deque()  # a layer, and two stack indices
         self._together, self._moving = together, list[Iterator[bool]]()
-        self._tiers = [place_tiers(mixture, matrices) for mixture in use.mixtures]
+        self._tiers = [tiers_of_stack(mixture, matrices) for mixture in use.mixtures]
         self.exchanged = self.nbytes = 0
 
     def between_steps(self, *, settle: bool = False) -> None:
         """Go on with pairs that are due; look for more if WINDOW decode steps have passed.
 
-        With `settle` go on until every expert is at its place.
+        With `settle` go on until every expert lies at its stack index.
         """
         self._look()
         while self._due and len(self._moving) < self._together:
@@ -108,7 +108,7 @@ class ExpertMoves:
     def _swap(self, layer: int, first: int, second: int) -> Iterator[bool]:
         """An Exchange that is complete at once."""
         mixture = self._use.mixtures[layer]
-        at = (matrices_at(mixture, self._matrices, place) for place in (first, second))
+        at = (matrices_at(mixture, self._matrices, index) for index in (first, second))
         for one, other in zip(*at, strict=True):
             for a, b in zip(one.arrays, other.arrays, strict=True):
                 kept = a.clone()
@@ -119,11 +119,11 @@ class ExpertMoves:
 
 
 def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
-    """Places to exchange, by `counts` of some steps and the tier of each place, 0 the local one.
+    """Stack indices to exchange, by `counts` of some steps and the tier of each, 0 the local one.
 
-    The most chosen remote expert takes the place of the least chosen local one, the second most
-    chosen that of the second least chosen, as long as their counts differ by more than chance. A
-    tier of None marks a place whose expert cannot move.
+    The most chosen remote expert is exchanged with the least chosen local one, the second most
+    chosen with the second least chosen, as long as their counts differ by more than chance. A
+    tier of None marks an expert that cannot move.
     """
     local = sorted((n, at) for at, n in enumerate(counts) if tiers[at] == 0)
     remote = sorted(((n, at) for at, n in enumerate(counts) if tiers[at]), reverse=True)
@@ -135,20 +135,20 @@ def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
     return found
 
 
-def place_tiers(mixture: Mixture, matrices: Mapping[str, TieredMatrix]) -> list[int | None]:
-    """The tier's number of the matrices at each place; None if they are cut, or in two tiers."""
+def tiers_of_stack(mixture: Mixture, matrices: Mapping[str, TieredMatrix]) -> list[int | None]:
+    """The tier's number of the matrices at each index; None if they are cut, or in two tiers."""
     tiers, found = [part.tier for part in matrices[mixture.up.name].parts], list[int | None]()
-    for place in range(mixture.router.routing.experts):
-        here = matrices_at(mixture, matrices, place)
+    for index in range(mixture.router.routing.experts):
+        here = matrices_at(mixture, matrices, index)
         alike = len(here) == 2 and here[0].tier == here[1].tier
         found.append(tiers.index(here[0].tier) if alike else None)
     return found
 
 
 def matrices_at(
-    mixture: Mixture, matrices: Mapping[str, TieredMatrix], place: int
+    mixture: Mixture, matrices: Mapping[str, TieredMatrix], index: int
 ) -> list[MatrixPart]:
-    """The matrices of the expert at a place of a layer, as views; without those that are cut."""
+    """The matrices of the expert at an index of a layer, as views; without those that are cut."""
     experts = mixture.router.routing.experts
-    found = (matrices[one.name].stacked(place, experts) for one in (mixture.up, mixture.down))
+    found = (matrices[one.name].stacked(index, experts) for one in (mixture.up, mixture.down))
     return [matrix for matrix in found if matrix]

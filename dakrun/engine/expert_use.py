@@ -13,16 +13,16 @@ from dakrun.models.experts import Router, mixtures, routers
 from dakrun.plan import Plan
 
 DECODE, PROMPTS = range(2)  # kinds of steps: without and with tokens of prompts
-CHOSEN, READ = range(2)  # counts: tokens that chose an expert, steps that read a place
+CHOSEN, READ = range(2)  # counts: tokens that chose an expert, steps that read a stack index
 
 
 class ExpertUse:
     """`table`, int32 [kinds, layers with experts, counts, E] on `device`.
 
-    What tokens chose is counted by the numbers of experts, what steps read by places in memory.
-    `orders` has the experts by place, for each layer. `rows` of the table is what a router adds to
-    in a step; the host calls `begin_step` for each. `steps` and `tokens` count decode steps and
-    their rows.
+    What tokens chose is counted by the numbers of experts, what steps read by their indices in the
+    stack. `orders` has the experts by stack index, for each layer. `rows` of the table is what a
+    router adds to in a step; the host calls `begin_step` for each. `steps` and `tokens` count
+    decode steps and their rows.
     """
 
     def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
@@ -30,8 +30,8 @@ class ExpertUse:
         found = routers(model)
         self._numbers = {router.layer: number for number, router in enumerate(found)}
         self.orders = [list(router.order) for router in found]
-        self._places: list[list[int] | None] = [
-            list(router.places) if router.places else None for router in found
+        self._stack_indices: list[list[int] | None] = [
+            list(router.stack_indices) if router.stack_indices else None for router in found
         ]
         experts = found[0].routing.experts
         self.table = torch.zeros(
@@ -52,21 +52,21 @@ class ExpertUse:
         return self._rows[self.kind if kind is None else kind][self._numbers[router.layer]]
 
     def add(self, router: Router, tokens: Mapping[int, int]) -> None:
-        """Count `tokens` by the places of the experts that they chose, on the CPU."""
+        """Count `tokens` by the stack indices of the experts that they chose, on the CPU."""
         rows, order = self.rows(router), self.orders[self._numbers[router.layer]]
-        experts = torch.tensor([order[place] for place in tokens])
+        experts = torch.tensor([order[index] for index in tokens])
         rows[CHOSEN, experts] += torch.tensor(list(tokens.values()), dtype=torch.int32)
         rows[READ, torch.tensor(list(tokens))] += 1
 
-    def places(self, router: Router) -> Sequence[int] | None:
-        """The place of each expert of a router; None if all are in the order of their numbers."""
-        return self._places[self._numbers[router.layer]]
+    def stack_indices(self, router: Router) -> Sequence[int] | None:
+        """The stack index of each expert of a router; None if all are in order of their numbers."""
+        return self._stack_indices[self._numbers[router.layer]]
 
     def exchange(self, layer: int, first: int, second: int) -> None:
-        """The experts at two places of the layer number `layer` have changed places."""
+        """The experts at two stack indices of the layer number `layer` were exchanged."""
         order = self.orders[layer]
         order[first], order[second] = order[second], order[first]
-        self._places[layer] = sorted(range(len(order)), key=order.__getitem__)
+        self._stack_indices[layer] = sorted(range(len(order)), key=order.__getitem__)
 
     def clear(self) -> None:
         """Forget all counts."""
@@ -113,5 +113,5 @@ class ExpertUse:
 
 
 def _overlap(at: int, start: float, end: float) -> float:
-    """The part of the expert at place `at` that lies between two places."""
+    """The part of the expert at stack index `at` between two points of the stack."""
     return max(0.0, min(at + 1, end) - max(at, start))

@@ -95,7 +95,7 @@ class GraphRunner:
     ) -> None:
         """Capture all buckets. Passes of `prefill` may overwrite the ring where steps stage.
 
-        With `copies` experts change places as the run goes.
+        With `copies` experts are exchanged as the run goes.
         """
         self.chunk_tokens = prefill.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
@@ -197,10 +197,10 @@ class GraphRunner:
             self._count_replay(bucket, len(rows))
         if any(row.sampling.params.logprobs is not None for row in step.choosing):
             firsts = [self._mapped.index(row.slot) * width for row in rows]
-            places = [first + i for first in firsts for i in range(width)]
-            places += range(sum(bucket), sum(bucket) + len(ended))
+            numbers = [first + i for first in firsts for i in range(width)]
+            numbers += range(sum(bucket), sum(bucket) + len(ended))
             counts = [width] * len(rows) + [1] * len(ended)
-            chosen = Chosen(logits, step, tokens, counts, places)
+            chosen = Chosen(logits, step, tokens, counts, numbers)
         if verify and rows and width == 1 and not prompts:
             verify.keep(sum(bucket))
         end.record()
@@ -402,7 +402,7 @@ class GraphRunner:
             lengths = [positions.get(slot, IDLE) for slot in mapped]
             self._decode.assign([max(slot, 0) for slot in mapped], lengths, groups)
             if self._verify:
-                self._verify.place(len(mapped))
+                self._verify.assign(len(mapped))
             self._mapped = mapped
         return bucket
 

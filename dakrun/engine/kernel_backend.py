@@ -64,11 +64,11 @@ class KernelBackend:
         device = self.like.device
         self.expert_use = ExpertUse(model, device) if routers(model) else None
         self._kind = DECODE  # of steps in which experts are counted
-        self.expert_tables: ExpertTables | None = None  # of experts that may change places
+        self.expert_tables: ExpertTables | None = None  # of experts that may be exchanged
         self._stacked = {
-            router.weight.name: torch.tensor(router.places, dtype=torch.int32, device=device)
+            router.weight.name: torch.tensor(router.stack_indices, dtype=torch.int32, device=device)
             for router in routers(model)
-            if router.places
+            if router.stack_indices
         }
         if self.expert_use and any(
             part.split.row_blocks
@@ -274,11 +274,11 @@ class KernelBackend:
         return self.kernel_for(n) == "tiled"
 
     def _make_tables(self, use: ExpertUse) -> None:
-        """Let kernels read the places of experts from tables."""
+        """Let kernels read the stack indices of experts from tables."""
         self.expert_tables = tables = ExpertTables(use, self.like.device)
         found = dict(self.matrices)
         for layer, mixture in enumerate(use.mixtures):
-            self._stacked[mixture.router.weight.name] = tables.places(layer)
+            self._stacked[mixture.router.weight.name] = tables.stack_indices(layer)
             for number, one in enumerate((mixture.up, mixture.down)):
                 shifts = tables.shifts(layer, number)
                 found[one.name] = replace(found[one.name], shifts=shifts)

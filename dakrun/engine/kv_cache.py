@@ -1,6 +1,6 @@
 """The KV cache of running requests: blocks of 64 positions in the pools of several memory tiers.
 
-A slot is a running request's place. It is in one tier, whose blocks it takes one by one as it grows
+A slot holds a running request. It is in one tier, whose blocks it takes one by one as it grows
 and gives back at its end. A slot of the local tier may spill: its leading blocks then lie in the
 first remote one, up to `spill_blocks` of all slots. Slots share full blocks of equal prompts, which
 are found by name; shared blocks that no slot has are kept until their room is needed. Knows slots,

@@ -52,13 +52,13 @@ class Scores:
         """
         self._rows = step.rows
         scored = [row for row in step.prompts if row.scored]
-        places = _places(step.prompts)
+        numbers = _scored_rows(step.prompts)
         targets = torch.tensor([token for row in scored for token in row.scored])
         top = max(row.sampling.params.prompt_logprobs or 0 for row in scored)
         found = [
             log_probabilities(logits_of(hidden[at]), own, top)
             for at, own in zip(
-                upload(places, hidden.device).split(most),
+                upload(numbers, hidden.device).split(most),
                 upload(targets, hidden.device).split(most),
                 strict=True,
             )
@@ -78,10 +78,10 @@ class Scores:
         ]
 
 
-def _places(parts: Sequence[Row]) -> torch.Tensor:
+def _scored_rows(parts: Sequence[Row]) -> torch.Tensor:
     """The numbers of tokens, among those of `parts`, behind which a `scored` token follows."""
-    places, first = list[int](), 0
+    numbers, first = list[int](), 0
     for row in parts:
-        places += range(first, first + len(row.scored))
+        numbers += range(first, first + len(row.scored))
         first += row.length
-    return torch.tensor(places)
+    return torch.tensor(numbers)

@@ -190,8 +190,8 @@ class MaskWriter:
 
     def _go_on(self, guides: ParallelGuides) -> bool:
         """Write the next masks of slots whose tokens have been chosen; whether there were any."""
-        waiting, places = self._watched or self._watch()
-        tokens = self._log[places]
+        waiting, indices = self._watched or self._watch()
+        tokens = self._log[indices]
         if not len(waiting) or (tokens == NOT_YET).all():
             return False
         chosen = zip(waiting, tokens.tolist(), strict=True)
@@ -210,7 +210,7 @@ class MaskWriter:
         guides.fill({slot: one.guide for slot, one in next_ones.items()}, self._bits)
         with self._lock:
             live = self._live(next_ones)
-            self._log[self._places(live)] = NOT_YET
+            self._log[self._indices(live)] = NOT_YET
         # A release and an acquire lie between masks and counters: a processor that reorders stores
         # (Arm) lets the GPU see them in this order.
         with self._lock:
@@ -239,12 +239,12 @@ class MaskWriter:
     def _watch(self) -> tuple[list[tuple[int, _Guided]], np.ndarray]:
         """The slots that wait for tokens, and where the log gets these; kept until they change."""
         with self._lock:
-            self._watched = list(self._guided.items()), self._places(self._guided)
+            self._watched = list(self._guided.items()), self._indices(self._guided)
             return self._watched
 
-    def _places(self, some: dict[int, _Guided]) -> np.ndarray:
+    def _indices(self, some: dict[int, _Guided]) -> np.ndarray:
         """Where the log gets the tokens of their positions."""
-        places = (
+        indices = (
             slot * self._depth + (one.position - 1) % self._depth for slot, one in some.items()
         )
-        return np.fromiter(places, dtype=np.int64, count=len(some))
+        return np.fromiter(indices, dtype=np.int64, count=len(some))

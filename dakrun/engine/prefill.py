@@ -13,7 +13,7 @@ from itertools import accumulate, groupby
 import torch
 import torch.nn.functional as F
 
-from dakrun.engine.cached_attention import BlockPlaces, CachedAttention
+from dakrun.engine.cached_attention import BlockAddresses, CachedAttention
 from dakrun.engine.decode_step import Bucket, DecodeStep
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
@@ -89,7 +89,7 @@ class Prefill:
 
     @property
     def stages_experts(self) -> bool:
-        """Whether passes may read copies of experts; then each expert has to be at its place."""
+        """Whether passes may read copies of experts; then each expert has to lie at its index."""
         return self._few is not None
 
     def _backend_of(self, tokens: int) -> KernelBackend:
@@ -185,21 +185,21 @@ class KVWriter:
         self._cache, self._shape, self._room = cache, shape, room
         self._stream = CopyStream(room.device)
         self._copies: list[_Copy] = []
-        self._places = torch.empty(0, 3, dtype=torch.int64)
+        self._kv_addresses = torch.empty(0, 3, dtype=torch.int64)
 
-    def begin(self, parts: Sequence[Row]) -> list[BlockPlaces]:
+    def begin(self, parts: Sequence[Row]) -> list[BlockAddresses]:
         """Start a pass over `parts`: choose where each of their tokens goes.
 
-        Returns the places of each part's blocks, in the cache or in `room`.
+        Returns the addresses of each part's blocks, in the cache or in `room`.
         """
         cache, size = self._cache, self._shape.layer_bytes
-        blocks: list[BlockPlaces] = []
+        blocks: list[BlockAddresses] = []
         used = 0
         self._copies = []
         for row in parts:
             end = ceil_div(row.start + row.length, KV_BLOCK)
             first = row.start // KV_BLOCK
-            places = [(cache.address(row.slot, number), size) for number in range(first, end)]
+            addresses = [(cache.address(row.slot, number), size) for number in range(first, end)]
             empty = ceil_div(row.start, KV_BLOCK)  # the first block that is empty before the pass
             stop = min(end, cache.remote_blocks(row.slot))
             if 0 < (stop - empty) * size <= self._room.numel() - used:
@@ -207,10 +207,10 @@ class KVWriter:
                     packed = self._room[used : used + len(to) * size].view(-1, size)
                     self._copies.append(_Copy(packed, to))
                     for block, copied in enumerate(packed, number - first):
-                        places[block] = (copied.data_ptr(), 0)
+                        addresses[block] = (copied.data_ptr(), 0)
                     used += packed.numel()
-            blocks.append(places)
-        self._places = upload(self._rows(parts, blocks), self._room.device)
+            blocks.append(addresses)
+        self._kv_addresses = upload(self._rows(parts, blocks), self._room.device)
         return blocks
 
     def store(
@@ -220,7 +220,7 @@ class KVWriter:
         heads = self._shape.kv_heads
         if self._copies:
             self._stream.join()  # copies of the previous layer still read `room`
-        store_kv(qkv, positions, self._places, layer, kv_heads=heads, rotations=rotations)
+        store_kv(qkv, positions, self._kv_addresses, layer, kv_heads=heads, rotations=rotations)
         if self._copies:
             self._stream.follow()
             self._stream.copy(*((copy.to[:, layer], copy.packed) for copy in self._copies))
@@ -229,12 +229,12 @@ class KVWriter:
         """Make later launches wait until all keys and values are stored."""
         self._stream.join()
 
-    def _rows(self, parts: Sequence[Row], blocks: Sequence[BlockPlaces]) -> torch.Tensor:
-        """Places for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head."""
+    def _rows(self, parts: Sequence[Row], blocks: Sequence[BlockAddresses]) -> torch.Tensor:
+        """Addresses for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head."""
         rows = []
-        for row, places in zip(parts, blocks, strict=True):
+        for row, addresses in zip(parts, blocks, strict=True):
             at = torch.arange(row.start, row.start + row.length)
-            block = torch.tensor(places)[at // KV_BLOCK - row.start // KV_BLOCK]
+            block = torch.tensor(addresses)[at // KV_BLOCK - row.start // KV_BLOCK]
             start = block[:, 0] + at % KV_BLOCK * self._shape.layout.row_bytes
             head_bytes = torch.full_like(at, self._shape.head_bytes)
             rows.append(torch.stack((start, block[:, 1], head_bytes), 1))

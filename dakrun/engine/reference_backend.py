@@ -71,8 +71,8 @@ class ReferenceBackend:
         x, bias = self._norm(norm, x), router.bias
         weight = self._vectors[router.weight.name]
         of_bias = None if bias is None else self._vectors[bias.name]
-        places = self._use.places(router) if self._use else router.places
-        chosen = experts.route(x, weight, of_bias, router.routing, places)
+        indices = self._use.stack_indices(router) if self._use else router.stack_indices
+        chosen = experts.route(x, weight, of_bias, router.routing, indices)
         if self._use:
             self._use.add(router, chosen.counts)
         return x, chosen

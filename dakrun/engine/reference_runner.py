@@ -150,7 +150,7 @@ class ReferenceRunner:
         return {op: total / self._steps for op, total in found.items()}
 
     def details(self) -> dict[str, Any]:
-        """The experts that have changed places, in a model that has any."""
+        """The experts that were exchanged, in a model that has any."""
         return {"expert_moves": self._moves.report()} if self._moves else {}
 
     def draft(self, most: int) -> None:
@@ -201,8 +201,8 @@ class ReferenceRunner:
         rows, counts = step.choosing, [len(new) for new in tokens]
         if sum(counts) < len(logits):
             firsts = accumulate((row.wanted for row in rows), initial=0)
-            places = [first + i for first, n in zip(firsts, counts, strict=False) for i in range(n)]
-            logits = logits[places]
+            kept = [first + i for first, n in zip(firsts, counts, strict=False) for i in range(n)]
+            logits = logits[kept]
         chosen = torch.tensor([token for new in tokens for token in new], device=self._device)
         accepted = Chosen(logits, step, chosen, counts).collect()
         if self.drafter is None:

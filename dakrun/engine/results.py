@@ -99,7 +99,7 @@ def no_token(r: RequestState, dtype: Dtype) -> RowError:
     position = len(r.request.prompt_ids) + len(r.tokens) - 1
     if r.tokens[-1] != NONE_ALLOWED:
         return _non_finite(r.request, position, dtype)
-    message = f"the row's options forbid every token for {_place(position)}"
+    message = f"the row's options forbid every token for {_position_name(position)}"
     return _error(r.request, "no_token_allowed", message)
 
 
@@ -115,11 +115,11 @@ def _non_finite(request: Request, position: int, dtype: Dtype) -> RowError:
     cause = "the weights may be damaged"
     if dtype == "float16":
         cause += ", or need --dtype bfloat16"
-    message = f"the logits of {_place(position)} are NaN or infinite; {cause}"
+    message = f"the logits of {_position_name(position)} are NaN or infinite; {cause}"
     return _error(request, "non_finite_logits", message)
 
 
-def _place(position: int) -> str:
+def _position_name(position: int) -> str:
     return f"the token at position {position} (the first has position 0)"
 
 

@@ -26,7 +26,7 @@ class Runner(Protocol):
     lists the slots in the order in which to fill them. Up to `ahead` steps may be launched before
     the tokens of the oldest are collected. A step takes up to `chunk_tokens` tokens of prompts.
     `expert_use` counts the choices of routers; None if the model has none, or they are not counted.
-    With `moves_experts` experts change places as a run goes.
+    With `moves_experts` experts are exchanged as a run goes.
     """
 
     cache: KVCache
@@ -84,12 +84,12 @@ class Chosen:
         step: Step,
         tokens: torch.Tensor,
         counts: Sequence[int] | None = None,
-        places: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         """Start to read `tokens`, integers [n], chosen from logits [n, V], without waiting.
 
         `counts` has the number of tokens of each of the step's rows `choosing`, by default one;
-        `places` says which of the n they are, by default all in order.
+        `numbers` says which of the n they are, by default all in order.
         """
         self._step, rows = step, step.choosing
         self._counts = [1] * len(rows) if counts is None else counts
@@ -97,12 +97,12 @@ class Chosen:
         each = zip(tops, self._counts, strict=True)
         by_token = (top for top, count in each for _ in range(count))
         self._asked = {i: top for i, top in enumerate(by_token) if top is not None}
-        at = range(len(tokens)) if places is None else places
-        parts = [tokens if places is None else tokens[upload(torch.tensor(at), tokens.device)]]
+        at = range(len(tokens)) if numbers is None else numbers
+        parts = [tokens if numbers is None else tokens[upload(torch.tensor(at), tokens.device)]]
         if self._asked:
-            numbers = upload(torch.tensor([at[i] for i in self._asked]), logits.device)
-            chosen = tokens[numbers].long().clamp(min=0)
-            parts += log_probabilities(logits[numbers], chosen, max(self._asked.values()))
+            asked = upload(torch.tensor([at[i] for i in self._asked]), logits.device)
+            chosen = tokens[asked].long().clamp(min=0)
+            parts += log_probabilities(logits[asked], chosen, max(self._asked.values()))
         self._parts = [download(part) for part in parts]
         self._ready = torch.cuda.current_stream().record_event() if logits.is_cuda else None
 

@@ -41,11 +41,11 @@ class SlotProgress:
         own = [self._owners[row.slot] is row.sampling for row in rows]
         starts, depth = self.cached[slots], self._tokens.shape[1]
         runs = np.array(own, dtype=bool) & (starts < self._ends[slots])
-        entries = self._outcomes[slots, starts % depth]
-        accepted, drafted, matches = outcomes(np.where(runs, entries, 0))
+        packed = self._outcomes[slots, starts % depth]
+        accepted, drafted, matches = outcomes(np.where(runs, packed, 0))
         self.cached[slots] = starts + accepted
-        places = (starts[:, None] + np.arange(accepted.max(initial=0))) % depth
-        found = self._tokens[slots[:, None], places].tolist()
+        entries = (starts[:, None] + np.arange(accepted.max(initial=0))) % depth
+        found = self._tokens[slots[:, None], entries].tolist()
         counts = accepted.tolist()
         tokens = [own[:count] for own, count in zip(found, counts, strict=True)]
         return tokens, drafted.tolist(), matches.tolist()

@@ -17,8 +17,8 @@ from dakrun.memory.tiers import aligned
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of an item in the ring: bytes `start` to `end`.
+class RingSpan:
+    """The bytes `start` to `end` of the ring, which an item takes.
 
     The item's copy may start once the kernels that use item number `after` of the pass have run;
     with None, as soon as the pass begins. The previous pass copies the first items (`early`), so
@@ -31,8 +31,8 @@ class Place:
     early: bool
 
 
-def places(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[Place]:
-    """Places in a ring of `ring` bytes for items of `sizes` bytes, used in order every pass.
+def ring_spans(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[RingSpan]:
+    """Spans of a ring of `ring` bytes for items of `sizes` bytes, used in order every pass.
 
     With `early`, the previous pass copies item 0 and its successors, up to the first that overlaps
     the last item's space: that copy could start only after the pass's last kernel, and the pass
@@ -44,14 +44,14 @@ def places(sizes: Sequence[int], ring: int, *, early: bool = True) -> list[Place
         shared = [i for i in items if spans[i][0] < span[1] and span[0] < spans[i][1]]
         return max(shared, default=None)
 
-    found, last = list[Place](), len(spans) - 1
+    found, last = list[RingSpan](), len(spans) - 1
     for number, span in enumerate(spans):
         after = last_in(span, range(number))
         if early := early and after is None:
             before = last_in(span, range(len(spans)))
             early = number == 0 or before != last
             after = before if early else None
-        found.append(Place(*span, after, early))
+        found.append(RingSpan(*span, after, early))
     return found
 
 
@@ -98,14 +98,14 @@ class StagingRing:
         early: bool = True,
     ) -> None:
         """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into it."""
-        self._places = places([_item_bytes(item) for item in sources], ring.numel(), early=early)
+        self._spans = ring_spans([_item_bytes(item) for item in sources], ring.numel(), early=early)
         self._sources = sources
         self.staged = [
-            _views(item, ring[place.start : place.end])
-            for item, place in zip(sources, self._places, strict=True)
+            _views(item, ring[span.start : span.end])
+            for item, span in zip(sources, self._spans, strict=True)
         ]
         self._streams = [CopyStream(ring.device) for _ in range(links)]
-        self._early = [i for i, place in enumerate(self._places) if place.early]
+        self._early = [i for i, span in enumerate(self._spans) if span.early]
         # Numbers of a pass's copies in their order; the early ones are for the next pass.
         self._order = [*range(len(self._early), len(sources)), *self._early]
         self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
@@ -130,13 +130,13 @@ class StagingRing:
 
     def wait(self, number: int) -> None:
         """Let the next launches wait for the copy of item `number` of the pass."""
-        assert number in self._copied or self._places[number].early, "items are used in order"
+        assert number in self._copied or self._spans[number].early, "items are used in order"
         for copied in self._copied.get(number, ()):  # else the pass before has copied it
             if copied is not None:
                 torch.cuda.current_stream().wait_event(copied)
 
     def free(self, number: int) -> None:
-        """Free the place of item `number` for the next copy, once its readers are launched."""
+        """Free the span of item `number` for the next copy, once its readers are launched."""
         self._advance(number)
 
     def _advance(self, done: int | None) -> None:
@@ -144,14 +144,14 @@ class StagingRing:
         waited = False
         while self._next < len(self._order):
             number = self._order[self._next]
-            place = self._places[number]
-            if place.after is not None and (done is None or place.after > done):
+            span = self._spans[number]
+            if span.after is not None and (done is None or span.after > done):
                 return
             if not waited:
                 self._follow()
                 waited = True
             self._copy(number)
-            if not place.early:
+            if not span.early:
                 self._copied[number] = [stream.copied() for stream in self._streams]
             self._next += 1
 
@@ -214,7 +214,7 @@ class Staging(StagingRing):
         return self.matrix(name)
 
     def release(self, name: str) -> None:
-        """Free a matrix's place in the ring for the next copy, once its readers are launched."""
+        """Free a matrix's span of the ring for the next copy, once its readers are launched."""
         if name in self._last:
             self.free(self._last[name])
 

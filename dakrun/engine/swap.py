@@ -86,8 +86,8 @@ class SwapSpace:
         first = len(saved.blocks)
         saved.blocks += [self._free.pop() for _ in range(more)]
         self._copies.follow()
-        for number, place in enumerate(saved.blocks[first:], first):
-            self._copies.copy((room[place], self._cache.block(slot, number)))
+        for number, index in enumerate(saved.blocks[first:], first):
+            self._copies.copy((room[index], self._cache.block(slot, number)))
         return True
 
     def wait_for_copies(self) -> None:
@@ -101,8 +101,8 @@ class SwapSpace:
         """
         assert self._room is not None, "nothing is saved before there is room"
         self._copies.follow()
-        for number, place in enumerate(saved.blocks[first:], first):
-            self._copies.copy((self._cache.block(slot, number), self._room[place]))
+        for number, index in enumerate(saved.blocks[first:], first):
+            self._copies.copy((self._cache.block(slot, number), self._room[index]))
         self.drop(saved)  # a later save() to this room comes after these copies
         return self._copies.copied()
 

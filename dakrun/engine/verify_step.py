@@ -102,8 +102,8 @@ class VerifyStep:
         known = [row.sampling.history.last(row.last + 1) for row in rows]
         tokens = np.fromiter(chain.from_iterable(known), dtype=np.int32)
         starts = [row.slot * width for row in rows]
-        places = [first + np.arange(len(own)) for first, own in zip(starts, known, strict=True)]
-        at = upload(torch.from_numpy(np.concatenate(places)), device)
+        entries = [first + np.arange(len(own)) for first, own in zip(starts, known, strict=True)]
+        at = upload(torch.from_numpy(np.concatenate(entries)), device)
         every[at] = upload(torch.from_numpy(tokens), device)
         columns = [[row.slot for row in rows], [row.last + chosen for row in rows], starts]
         columns.append([end_of(row) for row in rows])
@@ -159,7 +159,7 @@ class VerifyStep:
             line[3 : 3 + len(tokens)] = tokens[: len(line) - 3]
         return np.concatenate((others, made))
 
-    def place(self, n: int) -> None:
+    def assign(self, n: int) -> None:
         """Set the first n rows' lengths to their slots', which only the device may know yet."""
         lengths, slots = self._step.lengths[:n], self._step.slots[:n].long()
         cached, ends = self._texts.cached[slots], self._texts.limits[slots, 0]
@@ -216,7 +216,7 @@ class VerifyStep:
         q, _, _ = attention.split(qkv)
         joined = qkv.view(len(qkv), -1, attention.head_dim)
         store_kv(
-            joined, drafts.positions[: len(qkv)], drafts.places[: len(qkv)], layer,
+            joined, drafts.positions[: len(qkv)], drafts.kv_addresses[: len(qkv)], layer,
             kv_heads=attention.kv_heads, rotations=self.backend.rotations,
         )  # fmt: skip
         return prompt_attn(

@@ -123,6 +123,6 @@ def unpacked(words: "torch.Tensor", bits: int, order: Sequence[int] = ()) -> "to
     if bits == 4:
         every = torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)
     if order:
-        places = [order.index(element) for element in range(len(order))]
-        every = every.unflatten(-1, (-1, len(order)))[..., places].flatten(-2)
+        indices = [order.index(element) for element in range(len(order))]
+        every = every.unflatten(-1, (-1, len(order)))[..., indices].flatten(-2)
     return every

@@ -60,8 +60,8 @@ def outcomes(entries: Any) -> tuple[Any, Any, Any]:
 class _DraftArgs(ctypes.Structure):
     _fields_ = (
         *operands.pointers("lengths", "slots", "text", "limits", "by_match", "proposals"),
-        *operands.pointers("tables"),
-        *operands.pointers("tokens", "positions", "token_slots", "matches", "places", "tiles"),
+        *operands.pointers("tables", "tokens", "positions", "token_slots", "matches"),
+        *operands.pointers("kv_addresses", "tiles"),
         *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
         *operands.ints(
             "text_size", "table_blocks", "proposal_size", "width", "max_splits", "split_blocks"
@@ -121,8 +121,8 @@ class DraftBuffers:
     """The tokens of up to `rows` rows of a step, `width` of each: the newest one and its drafts.
 
     `tokens`, `positions` (-1 of those that are not used) and `slots` are int32 [rows * width],
-    `matches` int32 [rows], `places` int64 [rows * width, 3] as store_kv() takes them. `rows` has
-    the tiles of prompt attention.
+    `matches` int32 [rows], `kv_addresses` int64 [rows * width, 3] as store_kv() takes them.
+    `rows` has the tiles of prompt attention.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DraftBuffers:
         self.tokens, self.positions, self.slots = integers
         self.matches = torch.zeros(rows, dtype=torch.int32, device=device)
         self.width, self.rows = width, RowTiles(rows, width, shape, group, device)
-        self.places = self.rows.places
+        self.kv_addresses = self.rows.kv_addresses
 
     def work(self, rows: int) -> PromptWork:
         """The work of prompt attention of the first `rows` rows."""
@@ -176,7 +176,7 @@ class DraftBuffers:
             positions=self.positions.data_ptr(),
             token_slots=self.slots.data_ptr(),
             matches=self.matches.data_ptr(),
-            places=self.places.data_ptr(),
+            kv_addresses=self.kv_addresses.data_ptr(),
             tiles=self.rows.tiles.data_ptr(),
             layer_bytes=tables.layer_bytes,
             head_bytes=tables.head_bytes,

@@ -18,7 +18,7 @@ SOURCE = "store_kv.cu"
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *operands.pointers("qkv", "positions", "rotations", "places"),
+        *operands.pointers("qkv", "positions", "rotations", "kv_addresses"),
         *operands.ints("n", "layer", "q_heads", "kv_heads", "head_dim", "swizzle"),
     )
 
@@ -26,7 +26,7 @@ class _Args(ctypes.Structure):
 def store_kv(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    places: torch.Tensor,
+    kv_addresses: torch.Tensor,
     layer: int,
     *,
     kv_heads: int,
@@ -36,10 +36,10 @@ def store_kv(
     """Store the keys and values of qkv [N, Hq + 2 Hkv, D], 16-bit, in the layout of kv_blocks.py.
 
     Token i is at position positions[i] (int32 [N]) of its slot; a negative one says to skip it.
-    places[i] (int64 [N, 3]) has the address of its key in the slot's first head in layer 0, the
-    bytes from layer to layer, and those from head to head. With `rotations`, float32 [P, D / 2, 2]
-    of cosines and sines per position, queries and keys are rotated first (RoPE), in place. With
-    `pdl` the launch may start before its predecessor ends.
+    kv_addresses[i] (int64 [N, 3]) has the address of its key in the slot's first head in layer 0,
+    the bytes from layer to layer, and those from head to head. With `rotations`, float32
+    [P, D / 2, 2] of cosines and sines per position, queries and keys are rotated first (RoPE), in
+    place. With `pdl` the launch may start before its predecessor ends.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     n, heads, dim = qkv.shape
@@ -54,7 +54,7 @@ def store_kv(
         {
             "qkv": (qkv, (n, heads, dim), qkv.dtype),
             "positions": (positions, (n,), torch.int32),
-            "places": (places, (n, 3), torch.int64),
+            "kv_addresses": (kv_addresses, (n, 3), torch.int64),
             "rotations": (rotations, (room, dim // 2, 2), torch.float32),
         },
     )
@@ -64,7 +64,7 @@ def store_kv(
         qkv=qkv.data_ptr(),
         positions=positions.data_ptr(),
         rotations=operands.address(rotations),
-        places=places.data_ptr(),
+        kv_addresses=kv_addresses.data_ptr(),
         n=n,
         layer=layer,
         q_heads=q_heads,

@@ -108,16 +108,16 @@ class GemmChains(Chains):
         assert isinstance(weight, Weight)
         splits = split_row_blocks(case.units, access, card=layout or self.card)
 
-        def part(tier: str, number: int, place: int) -> MatrixPart:
-            size = case.tier_bytes[place]
+        def part(tier: str, number: int, index: int) -> MatrixPart:
+            size = case.tier_bytes[index]
             held = self.buffers[tier][number * size : (number + 1) * size]
-            return MatrixPart(tier, splits[place], PACKED16, (held,))
+            return MatrixPart(tier, splits[index], PACKED16, (held,))
 
         weights = [
             TieredMatrix(
                 (weight.rows, weight.cols),
                 self.dtype,
-                tuple(part(tier, number, place) for place, tier in enumerate(self.buffers)),
+                tuple(part(tier, number, index) for index, tier in enumerate(self.buffers)),
             )
             for number in range(case.launches)
         ]

@@ -71,7 +71,7 @@ class TieredMatrix:
     """A matrix [M, K] whose row blocks lie in several tiers; parts are in the order of its rows.
 
     Products with it are in `dtype`. Where it stacks experts that may move, `shifts`, int64 [E] on
-    the device that computes, has the bytes from each place to the expert's memory.
+    the device that computes, has the bytes from each index of the stack to the expert's memory.
     """
 
     shape: tuple[int, int]

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Router:
     """The router of a layer: its weight [E, H] and its bias [E], if any, both in float32.
 
-    Stacked matrices have the experts in `order`: `places` has the place of each, None where
-    all are in the order of their numbers. Rows of weight and bias, and what is chosen of equal
-    scores, go by numbers. `joined` is another name of the weight.
+    Stacked matrices have the experts in `order`: `stack_indices` has the index of each in the
+    stack, None where all are in the order of their numbers. Rows of weight and bias, and what is
+    chosen of equal scores, go by numbers. `joined` is another name of the weight.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class Router:
             return Operand(at.name(f"router.{part}"), sources, wide=True, joined=other)
 
         self.layer, self.routing, self.order = at.layer, routing, order
-        places = tuple(sorted(range(routing.experts), key=order.__getitem__))
-        self.places = None if list(places) == list(range(routing.experts)) else places
+        indices = tuple(sorted(range(routing.experts), key=order.__getitem__))
+        in_order = indices == tuple(range(routing.experts))
+        self.stack_indices = None if in_order else indices
         self.weight = operand("weight", "weight", hidden, joined=joined)
         self.bias = operand("bias", "e_score_correction_bias") if routing.biased else None
 
@@ -89,8 +90,8 @@ class Experts(Matrix):
     def in_checkpoint(self) -> Sequence[Source]:
         """The sources by the numbers of their experts, as `joined` has their rows."""
         of_each = len(self.sources) // len(self._order)
-        places = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return [self.sources[of_each * at + i] for at in places for i in range(of_each)]
+        indices = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return [self.sources[of_each * at + i] for at in indices for i in range(of_each)]
 
     def chances(self, tokens: int) -> Sequence[float]:
         """Chance that a pass of `tokens` tokens reads each expert, in the order of the rows.

@@ -69,11 +69,11 @@ class HeadOrder(NamedTuple):
         row = rows.start
         while row < min(rows.stop, self.rows):
             within, head = row % self.size, row - row % self.size
-            second, place = divmod(within, half)
-            if place < own:
-                first, left = place + second * own, own - place
+            second, offset = divmod(within, half)
+            if offset < own:
+                first, left = offset + second * own, own - offset
             else:
-                first, left = place + own + second * (half - own), half - place
+                first, left = offset + own + second * (half - own), half - offset
             stop = min(row + left, rows.stop)
             yield slice(head + first, head + first + stop - row)
             row = stop
@@ -86,7 +86,7 @@ class Operand:
 
     If `interleaved`, kernels need the rows of two tensors, or of the two halves of a single one,
     to alternate. An operand that is no Matrix always lies in the local tier, in float32 if `wide`.
-    A checkpoint may have the tensor `joined` in place of all `sources` (see in_checkpoint).
+    A checkpoint may have the tensor `joined` in offset of all `sources` (see in_checkpoint).
     Kernels need the rows of heads in the order `heads`, if it is given.
     """
 

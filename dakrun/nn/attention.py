@@ -227,7 +227,7 @@ def _verify(
     blocks = tables.addresses.gather(1, (at // KV_BLOCK).long())
     keys = blocks + at % KV_BLOCK * cache.shape.layout.row_bytes
     steps = torch.tensor([tables.layer_bytes, tables.head_bytes], device=keys.device)
-    places = torch.cat((keys.view(-1, 1), steps.expand(keys.numel(), 2)), 1)
+    kv_addresses = torch.cat((keys.view(-1, 1), steps.expand(keys.numel(), 2)), 1)
     joined = torch.cat((query, key, value), 1).transpose(1, 2).flatten(0, 1).contiguous()
     starts = enumerate(lengths.tolist())
     work = PromptWork.of(
@@ -236,7 +236,7 @@ def _verify(
     )  # fmt: skip
     out = query.new_empty(batch * count, heads * dim)
     with torch.cuda.device_of(query):
-        store_kv(joined, at.flatten(), places, layer, kv_heads=key.shape[1])
+        store_kv(joined, at.flatten(), kv_addresses, layer, kv_heads=key.shape[1])
         prompt_attn(joined[:, :heads], tables, work, out, scale=scale, layer=layer)
     return out.view(batch, count, heads, dim).transpose(1, 2)
 

@@ -74,7 +74,7 @@ class SplitKExperts(nn.Module):
         self._order = list(range(num_experts) if order is None else order)
         if sorted(self._order) != list(range(num_experts)):
             raise ValueError(f"expected an order of {num_experts} experts, each of them once")
-        self._places = sorted(range(num_experts), key=self._order.__getitem__)
+        self._stack_indices = sorted(range(num_experts), key=self._order.__getitem__)
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
         self.remote, self._device = remote, like.device
         self._rows = (2 * intermediate_size, hidden_size)  # of an expert's matrices
@@ -127,7 +127,7 @@ class SplitKExperts(nn.Module):
                 f"weights as [n, k], got {list(hidden_states.shape)} of {hidden_states.dtype} on "
                 f"{hidden_states.device}, {list(top_k_index.shape)}, {list(top_k_weights.shape)}"
             )
-        chosen = reference.grouped(top_k_index, top_k_weights.float(), self._places)
+        chosen = reference.grouped(top_k_index, top_k_weights.float(), self._stack_indices)
         inner = reference.gate_up(hidden_states, chosen, up, self._rows[0])
         return reference.down(inner, chosen, down, torch.zeros_like(hidden_states))
 
@@ -154,8 +154,8 @@ class SplitKExperts(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         for name, matrix in zip(_NAMES, self._open(), strict=True):
-            by_place = matrix.dense().view(self.num_experts, -1, matrix.shape[1])
-            destination[prefix + name] = by_place[self._places]
+            stacked = matrix.dense().view(self.num_experts, -1, matrix.shape[1])
+            destination[prefix + name] = stacked[self._stack_indices]
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(

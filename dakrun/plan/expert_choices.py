@@ -39,8 +39,8 @@ def deviation_s(
     expert = op.resident_bytes / count
     seconds = expert / local_rate, -expert / remote_rate
     variance = drawn = weighted = 0.0
-    for place, chance in enumerate(op.chances):
-        here = [max(0.0, min(place + 1, end) - max(place, start)) for start, end in ends]
+    for index, chance in enumerate(op.chances):
+        here = [max(0.0, min(index + 1, end) - max(index, start)) for start, end in ends]
         weight = sum(part * size for part, size in zip(here, seconds, strict=True))
         left_out = max(0.0, 1 - chance)
         chosen = 1 - left_out ** (1 / rows)  # by one token

@@ -175,14 +175,14 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
 def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> float:
     """Seconds that attention's direct reads of a tier wait for copies from it, in a step.
 
-    A copy starts when its place in the ring is free. For a group of parts of several layers that
+    A copy starts when its span of the ring is free. For a group of parts of several layers that
     may be at any time of a layer, so that copies and attention share the link. Let copies take c
     seconds, other ops k and attention's reads a, each alone on the link. Both are under way for a
     fraction p of attention's time a (1 + p), where p (k + a + a p) = c + a p. Attention waits for
     all copies at most.
 
     Attention waits for nothing if copies take longer than all ops, since ops then wait for copies.
-    It waits for nothing if a group has the parts of one layer or less: the group's place in the
+    It waits for nothing if a group has the parts of one layer or less: the group's span of the
     ring becomes free as a product ends. For groups of one to two layers a share of the waits
     counts.
     """

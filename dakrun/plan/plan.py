@@ -24,7 +24,7 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: "PrefillPlan") -> int:
 
     Decode steps stage the ops of that transport, prompts what `prefill` stages in passes of its
     tokens. Both use the same buffers. Where experts are in several tiers, there is room for some
-    more (spare_experts), since they change places.
+    more (spare_experts), since they are exchanged.
     """
     staged, expert = list[PlacedOp](), 0  # bytes
     for op in ops:

@@ -123,9 +123,9 @@ class RunningRequests:
                 self._count_now(r)
             self._late = False
         ends = self._step + self._later
-        places = ends % len(self._counts)
-        counts = self._counts[places].cumsum()  # of those that end then or after it
-        positions = self._offsets[places].cumsum() + counts * ends
+        entries = ends % len(self._counts)
+        counts = self._counts[entries].cumsum()  # of those that end then or after it
+        positions = self._offsets[entries].cumsum() + counts * ends
         return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
 
     def _count_now(self, r: BegunRequest) -> None:
@@ -134,7 +134,7 @@ class RunningRequests:
         self._count(r, 1)
 
     def _count(self, r: BegunRequest, by: int) -> None:
-        place = r.end % len(self._counts)
+        entry = r.end % len(self._counts)
         self._blocks_at_end += by * r.blocks_at_end
-        self._counts[place] += by
-        self._offsets[place] += by * (r.own + r.steps - r.end)
+        self._counts[entry] += by
+        self._offsets[entry] += by * (r.own + r.steps - r.end)

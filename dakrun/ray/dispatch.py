@@ -87,9 +87,9 @@ class _Untaken:
         among = max(count, min(MAX_DEALT, math.ceil(count / share)))
         self._read_to(among)
         among, count = min(among, len(self._read)), min(count, len(self._read))
-        places = {place * among // count for place in range(count)}
-        taken = [row for place, row in enumerate(self._read) if place in places]
-        self._read = [row for place, row in enumerate(self._read) if place not in places]
+        chosen = {i * among // count for i in range(count)}
+        taken = [row for i, row in enumerate(self._read) if i in chosen]
+        self._read = [row for i, row in enumerate(self._read) if i not in chosen]
         return taken
 
     def _read_to(self, count: int) -> None:

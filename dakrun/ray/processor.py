@@ -27,7 +27,7 @@ BATCHES_PER_GROUP = 64  # whose rows begin the longest first; earlier groups beg
 
 @dataclass
 class _Batch:
-    """Results of a batch's rows, by their place in it; `done` once `left` of them are missing."""
+    """Results of a batch's rows, by their index in it; `done` once `left` of them are missing."""
 
     results: list[Result | None]
     left: int
@@ -58,7 +58,7 @@ class DakrunProcessor:
     row (null). `params` are for those that a row lacks. Results have the columns of the batch, then
     those of a Parquet output (without `id`), null where there are none; `error` has the `code` and
     `message` of a row that cannot be run. They replace columns of the same names. Noise of sampled
-    rows follows from their seed and id; without ids, from their fields and their place in the
+    rows follows from their seed and id; without ids, from their fields and their index in the
     batch.
 
     `options` are those of LLM, such as `dtype`, `batch_size`, `max_model_len`, `expected_tokens`,
@@ -73,7 +73,7 @@ class DakrunProcessor:
         self._params = params or SamplingParams()
         self._numbers = itertools.count()
         self._batches = itertools.count()
-        self._places: dict[int, tuple[_Batch, int]] = {}  # of the rows that run, by number
+        self._running: dict[int, tuple[_Batch, int]] = {}  # of the rows that run, by number
         self._problem: BaseException | None = None
         self._ended = False
         if self._params.n > 1:
@@ -98,8 +98,8 @@ class DakrunProcessor:
             yield self._table(batch, [])
             return
         rows, own = self._rows(batch), _Batch([None] * batch.num_rows, batch.num_rows)
-        for place, row in enumerate(rows):
-            self._places[row.number] = own, place
+        for index, row in enumerate(rows):
+            self._running[row.number] = own, index
         self._thread.add(rows)
         if self._ended:
             raise no_longer(self._problem)
@@ -116,10 +116,10 @@ class DakrunProcessor:
             PromptStarts(),
             list[AheadRow](),
         )
-        for place, line in enumerate(row_lines(batch), 1):
+        for index, line in enumerate(row_lines(batch), 1):
             fields = json.loads(line)
             if fields.get("id") is None:
-                fields["id"] = f"{hashlib.sha256(line).hexdigest()[:16]}-{place}"
+                fields["id"] = f"{hashlib.sha256(line).hexdigest()[:16]}-{index}"
             length = json_lengths(
                 fields,
                 self._params.limit(self._max_model_len),
@@ -143,15 +143,15 @@ class DakrunProcessor:
         return rows
 
     def _finish(self, number: int, result: Result) -> None:
-        batch, place = self._places.pop(number)
-        batch.results[place] = result
+        batch, index = self._running.pop(number)
+        batch.results[index] = result
         batch.left -= 1
         if not batch.left:
             batch.done.set_result([result for result in batch.results if result is not None])
 
     def _end(self, problem: BaseException | None) -> None:
         self._problem, self._ended = problem, True
-        for batch, _ in list(self._places.values()):
+        for batch, _ in list(self._running.values()):
             if not batch.done.done():
                 batch.done.set_exception(no_longer(problem))
 

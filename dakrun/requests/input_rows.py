@@ -44,7 +44,7 @@ class AheadRow(NamedTuple):
     `number` is the row's line, `id` the id of its result. `kind` is the format of the file's rows,
     None before the first JSON row. `packed` is the content as bytes that marshal writes, for
     processes of the same version of Python; `digest` is that of row_digests.py. LookAhead keeps
-    `packed` in its spool, at `place`.
+    `packed` in its spool, at `address`.
     """
 
     group: int
@@ -58,7 +58,7 @@ class AheadRow(NamedTuple):
     kind: RowFormat | None
     digest: int = 0
     packed: bytes = b""
-    place: int = 0
+    address: int = 0
 
     @property
     def content(self) -> Content:

@@ -44,7 +44,7 @@ class LookAhead:
             with self._changed:
                 if self._rows:
                     taken = heappop(self._rows)
-                    taken = taken._replace(packed=self._spool.take(taken.place))
+                    taken = taken._replace(packed=self._spool.take(taken.address))
                     self._nbytes -= len(taken.packed)
                 elif not self._ended:
                     taken = None
@@ -113,8 +113,8 @@ class LookAhead:
             for row in self._source:
                 with self._changed:
                     if not self._closed:
-                        group, place = self._count // LOOK_AHEAD, self._spool.add(row.packed)
-                        heappush(self._rows, row._replace(group=group, packed=b"", place=place))
+                        group, address = self._count // LOOK_AHEAD, self._spool.add(row.packed)
+                        heappush(self._rows, row._replace(group=group, packed=b"", address=address))
                         self._nbytes += len(row.packed)
                         self._count += 1
                         self._changed.notify_all()

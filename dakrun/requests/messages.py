@@ -236,8 +236,8 @@ def _past_calls(number: int, calls: object) -> list[dict[str, Any]]:
             "invalid_prompt", f"tool_calls of message {number} is {json_kind(calls)}, not an array"
         )
     found = []
-    for place, call in enumerate(calls, 1):
-        what = f"tool call {place} of message {number}"
+    for index, call in enumerate(calls, 1):
+        what = f"tool call {index} of message {number}"
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("invalid_prompt", f"{what} has no function with a name")

@@ -12,7 +12,7 @@ from dakrun.errors import CannotRun
 
 _SEGMENT_BYTES = 1 << 26
 _WRITE_BYTES = 1 << 18  # at a time
-_OFFSET_BITS, _LENGTH_BITS = 40, 32  # in a place
+_OFFSET_BITS, _LENGTH_BITS = 40, 32  # in an address
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Spool:
         return sum(segment.nbytes for segment in self._segments.values())
 
     def add(self, data: bytes) -> int:
-        """Keep `data`; returns its place, for `take`. Raises CannotRun."""
+        """Keep `data`; returns its address, for `take`. Raises CannotRun."""
         try:
             segment = self._segments.get(self._newest)
             if segment is None or segment.nbytes >= self._segment_bytes:
@@ -85,9 +85,9 @@ class Spool:
         segment.items += 1
         return (self._newest << _OFFSET_BITS | offset) << _LENGTH_BITS | len(data)
 
-    def take(self, place: int) -> bytes:
-        """The item at `place`, which is no longer kept."""
-        length, start = place & (1 << _LENGTH_BITS) - 1, place >> _LENGTH_BITS
+    def take(self, address: int) -> bytes:
+        """The item at `address`, which is no longer kept."""
+        length, start = address & (1 << _LENGTH_BITS) - 1, address >> _LENGTH_BITS
         number, offset = start >> _OFFSET_BITS, start & (1 << _OFFSET_BITS) - 1
         segment = self._segments[number]
         data = segment.read(offset, length)

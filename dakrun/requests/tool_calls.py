@@ -49,7 +49,7 @@ def find_calls(text: str, form: CallFormat, row: str) -> tuple[str, tuple[ToolCa
     """An answer's text beside calls, and its calls; None without calls, or if one is malformed.
 
     `text` has the names of CALL_TOKENS. The ids of the calls, 9 hexadecimal digits, are hashes of
-    `row`, which names the row's choice, and of their places.
+    `row`, which names the row's choice, and of their numbers.
     """
     try:
         content, found = _READERS[form](text)
@@ -57,8 +57,8 @@ def find_calls(text: str, form: CallFormat, row: str) -> tuple[str, tuple[ToolCa
     except (ValueError, RecursionError):
         return None
     calls = (
-        ToolCall(_call_id(row, place), name, json.dumps(arguments, ensure_ascii=False))
-        for place, (name, arguments) in enumerate(pairs)
+        ToolCall(_call_id(row, number), name, json.dumps(arguments, ensure_ascii=False))
+        for number, (name, arguments) in enumerate(pairs)
     )
     return (content.strip(), tuple(calls)) if pairs else None
 
@@ -126,6 +126,6 @@ def _call(value: object) -> tuple[str, dict[str, Any]]:
     raise ValueError("not a call")
 
 
-def _call_id(row: str, place: int) -> str:
-    data = f"{row}\0{place}".encode("utf-8", "surrogatepass")
+def _call_id(row: str, number: int) -> str:
+    data = f"{row}\0{number}".encode("utf-8", "surrogatepass")
     return blake2b(data).hexdigest()[:_ID_DIGITS]

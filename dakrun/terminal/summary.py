@@ -104,11 +104,11 @@ def _experts(experts: Mapping[str, Any], local: str) -> str:
 
 
 def _moved(moves: Mapping[str, Any] | None) -> str:
-    """Experts that have changed places; empty if none has."""
+    """Experts that were exchanged; empty if none was."""
     if not moves or not moves["exchanged_pairs"]:
         return ""
     pairs, size = counted(moves["exchanged_pairs"], "pair"), format_bytes(moves["bytes"])
-    return f"; {pairs} changed places ({size})"
+    return f"; {pairs} exchanged ({size})"
 
 
 def _large_errors(ops: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -130,11 +130,11 @@ def _allocate(
 ) -> dict[str, TieredMatrix]:
     """Allocate all matrices, in the order of their use."""
     matrices, dtype = {}, getattr(torch, plan.model.dtype)
-    places = Counter[str]()  # of an op's matrices so far
+    counts = Counter[str]()  # of an op's matrices so far
     for matrix in model.matrices():
         op = plan.op(matrix.op).op
-        placement, splits = plan.placement(op.name, places[op.name]), None
-        places[op.name] += 1
+        placement, splits = plan.placement(op.name, counts[op.name]), None
+        counts[op.name] += 1
         stored = op.stored(packed=packing is not None)
         if packing is not None:
             splits = _splits(matrix, [count for _, count in placement], stored, packing)

@@ -91,7 +91,7 @@ class PrefixAttention:
         blocks = [0] * self._rows
         sources: list[int] = []
         addresses: list[int] = []
-        taken: list[tuple[RowGroup, int]] = []  # and the place of its addresses
+        taken: list[tuple[RowGroup, int]] = []  # and the index of its addresses
         for group in groups:
             count = len(group.addresses)
             copied = count if group.remote else 0
@@ -111,9 +111,9 @@ class PrefixAttention:
         numbers = [len(tiles), *[0] * (HEADER - 1), *blocks, *(n for tile in tiles for n in tile)]
         integers = upload(torch.tensor(numbers, dtype=torch.int32), device)
         self._integers[: len(numbers)].copy_(integers)
-        places = [len(sources), *sources, *[0] * (self.copies - len(sources)), *addresses]
-        self._addresses[: len(places)].copy_(
-            upload(torch.tensor(places, dtype=torch.int64), device)
+        numbers = [len(sources), *sources, *[0] * (self.copies - len(sources)), *addresses]
+        self._addresses[: len(numbers)].copy_(
+            upload(torch.tensor(numbers, dtype=torch.int64), device)
         )
 
     def launch(
@@ -151,7 +151,7 @@ class PrefixAttention:
             stride=q.stride(0),
             layer_offset=layer * layer_bytes,
             head_bytes=shape.head_bytes if head_bytes is None else head_bytes,
-            table_blocks=1,  # a tile's `slot` is the place of its first address
+            table_blocks=1,  # a tile's `slot` is the index of its first address
             kv_heads=shape.kv_heads,
             group=self._group,
             lengths=lengths.data_ptr(),
@@ -170,7 +170,7 @@ def _tiles(groups: Sequence[tuple[RowGroup, int]], kv_heads: int, heads: int) ->
     items = sum(ceil_div(group.rows, step) for group, _ in groups) * kv_heads
     tiles: list[PromptTile] = []
     partials = arrivals = 0
-    for group, place in groups:
+    for group, index in groups:
         blocks = len(group.addresses)
         splits = max(1, min(blocks // SPLIT_BLOCKS, SPLIT_ITEMS // items))
         for first in range(0, group.rows, step):
@@ -180,7 +180,7 @@ def _tiles(groups: Sequence[tuple[RowGroup, int]], kv_heads: int, heads: int) ->
                 tiles.append(
                     PromptTile(
                         group.first + first, rows, position=blocks * KV_BLOCK,
-                        length=blocks * KV_BLOCK, slot=place, first_block=start,
+                        length=blocks * KV_BLOCK, slot=index, first_block=start,
                         blocks=end - start, split=split, splits=splits, partial=partials,
                         arrivals=arrivals,
                     )

@@ -1,4 +1,4 @@
-"""Copies of one layer of KV blocks to one place; wraps native/copy_blocks.cu."""
+"""Copies of one layer of KV blocks to one buffer; wraps native/copy_blocks.cu."""
 
 import ctypes
 

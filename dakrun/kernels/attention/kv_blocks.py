@@ -169,5 +169,5 @@ def _swizzled(x: torch.Tensor, start: int) -> torch.Tensor:
     swizzle = math.gcd(dim // CHUNK, 8)
     positions = torch.arange(count, device=x.device)[:, None]
     chunks = torch.arange(dim // CHUNK, device=x.device)
-    places = chunks ^ (positions + start) % 8 * swizzle // 8
-    return x.unflatten(-1, (-1, CHUNK))[..., positions, places, :].flatten(-2)
+    swizzled = chunks ^ (positions + start) % 8 * swizzle // 8
+    return x.unflatten(-1, (-1, CHUNK))[..., positions, swizzled, :].flatten(-2)

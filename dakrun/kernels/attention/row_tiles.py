@@ -29,7 +29,7 @@ class _Args(ctypes.Structure):
     """RowTilesArgs of native/row_tiles.cu."""
 
     _fields_ = (
-        *operands.pointers("lengths", "slots", "tables", "places", "tiles"),
+        *operands.pointers("lengths", "slots", "tables", "kv_addresses", "tiles"),
         *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
         *operands.ints("rows", "table_blocks", "width", "max_splits", "split_blocks"),
         *operands.ints("kv_heads", "group", "parts"),
@@ -39,10 +39,10 @@ class _Args(ctypes.Structure):
 class RowTiles:
     """Room for the work of prompt attention of up to `rows` rows, of `width` tokens each.
 
-    `places`, int64 [rows * width, 3], says where store_kv() stores their keys and values. `tiles`,
-    int32 [n, 12], are written on the device, so that each replay of a graph may do other work. A
-    row has a tile for each of the ranges (splits) that its KV blocks may be divided into. With
-    `alike` the most ranges are the same in every step, so that no bit of a row depends on the
+    `kv_addresses`, int64 [rows * width, 3], says where store_kv() stores their keys and values.
+    `tiles`, int32 [n, 12], are written on the device, so that each replay of a graph may do other
+    work. A row has a tile for each of the ranges (splits) that its KV blocks may be divided into.
+    With `alike` the most ranges are the same in every step, so that no bit of a row depends on the
     number of rows.
     """
 
@@ -58,7 +58,7 @@ class RowTiles:
     ) -> None:
         self.width, self.shape, self.group = width, shape, group
         self._alike = rows if alike else 0
-        self.places = torch.zeros(rows * width, 3, dtype=torch.int64, device=device)
+        self.kv_addresses = torch.zeros(rows * width, 3, dtype=torch.int64, device=device)
         tiles = [0, *(n * self.splits(n) for n in range(1, rows + 1))]
         # Rows of partial results, of each head; none of tiles with a single range.
         split = max((n for rows, n in enumerate(tiles) if n > rows), default=0)
@@ -112,16 +112,15 @@ class RowTiles:
                 "tables": (tables.addresses, (count, tables.addresses.shape[1]), torch.int64),
             },
         )
-        if self.width != 1 or n > len(self.places):
-            raise ValueError(
-                f"expected up to {len(self.places)} rows of one token, got {n} of {self.width}"
-            )
+        if self.width != 1 or n > len(self.kv_addresses):
+            most = len(self.kv_addresses)
+            raise ValueError(f"expected up to {most} rows of one token, got {n} of {self.width}")
         operands.check_gpu(lengths.device)
         args = _Args(
             lengths=lengths.data_ptr(),
             slots=slots.data_ptr(),
             tables=tables.addresses.data_ptr(),
-            places=self.places.data_ptr(),
+            kv_addresses=self.kv_addresses.data_ptr(),
             tiles=self.tiles.data_ptr(),
             layer_bytes=tables.layer_bytes,
             head_bytes=tables.head_bytes,

@@ -101,7 +101,7 @@ class ExpertProducts:
         for rows, routed in choices:
             if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
                 copies = self._copies(rows)
-                permute(x[rows], routed.places[: rows.stop - rows.start], copies, pdl=pdl)
+                permute(x[rows], routed.pairs[: rows.stop - rows.start], copies, pdl=pdl)
                 self._multiply(copies, routed, weight, accesses, out[self._pairs(rows)], gates=True)
             else:
                 config = self._config(rows, weight, accesses)
@@ -128,8 +128,8 @@ class ExpertProducts:
             if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
                 products, to = self._copies(rows), out[rows]
                 self._multiply(x, routed, weight, accesses, products, gates=False, pdl=pdl)
-                places, weights = routed.places[: len(to)], routed.weights[: len(products)]
-                combine(products, places, weights, to, to, pdl=True)
+                pairs, weights = routed.pairs[: len(to)], routed.weights[: len(products)]
+                combine(products, pairs, weights, to, to, pdl=True)
             else:
                 config = self._config(rows, weight, accesses)
                 down(x, routed, weight, config, out[rows], self._sums, pdl=pdl)

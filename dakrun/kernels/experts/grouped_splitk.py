@@ -46,7 +46,7 @@ class _Args(ctypes.Structure):
         *ints("tier_count", "experts", "expert_row_blocks", "k", "atoms"),
         *ints("stages", "stage_row_blocks", "top_k"),
         ("order", CtaOrder),
-        *pointers("x", "tokens", "weights", "places", "y", "partials", "arrivals"),
+        *pointers("x", "tokens", "weights", "pairs", "y", "partials", "arrivals"),
         ("tiers", _Tier * (MAX_TIERS + 1)),
     )
 
@@ -90,7 +90,7 @@ def gate_up(
     _check_room(n, routed, len(out))
     return _launch(
         x, n, routed.ends, weight, config, out, m // 2, "gated", pdl=pdl,
-        top_k=routed.places.shape[1], tokens=routed.tokens.data_ptr(),
+        top_k=routed.pairs.shape[1], tokens=routed.tokens.data_ptr(),
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def down(
     chosen, and their weights, meanwhile.
     Raises ValueError if an operand does not fit the others.
     """
-    m, top_k = weight.shape[0] // len(routed.ends), routed.places.shape[1]
+    m, top_k = weight.shape[0] // len(routed.ends), routed.pairs.shape[1]
     wanted: dict[str, operands.Wanted] = {
         "partials": (sums.partials, (len(sums.partials), m), torch.float32),
         "arrivals": (sums.arrivals, (len(sums.arrivals), m // ROWS_PER_BLOCK), torch.int32),
@@ -121,7 +121,7 @@ def down(
     return _launch(
         x, len(x), routed.ends, weight, config, out, m, "added", pdl=pdl, top_k=top_k,
         tokens=routed.tokens.data_ptr(), weights=routed.weights.data_ptr(),
-        places=routed.places.data_ptr(), partials=sums.partials.data_ptr(),
+        pairs=routed.pairs.data_ptr(), partials=sums.partials.data_ptr(),
         arrivals=sums.arrivals.data_ptr(),
     )  # fmt: skip
 
@@ -149,8 +149,8 @@ def multiply(
 
 def _check_room(n: int, routed: Routed, *pairs: int) -> None:
     """Raise ValueError unless there is room for the pairs of `n` rows, `pairs` among others."""
-    top_k = routed.places.shape[1]
-    rooms = [top_k * len(routed.places), len(routed.tokens), *pairs]
+    top_k = routed.pairs.shape[1]
+    rooms = [top_k * len(routed.pairs), len(routed.tokens), *pairs]
     if min(rooms) < n * top_k:
         raise ValueError(
             f"expected room for the {n * top_k} pairs of {n} rows, got it for {min(rooms)}"

@@ -20,7 +20,7 @@ class Chosen:
     """The experts of n tokens, k each, as n k pairs in the order of experts, then of tokens.
 
     `tokens`, int64 [n k], are the pairs' tokens, `weights`, float32 [n k], those of their experts.
-    `counts` has the pairs of each expert that has any, by its place in the stacked matrices, in the
+    `counts` has the pairs of each expert that has any, by its index in the stacked matrices, in the
     order of the experts' numbers.
     """
 
@@ -57,27 +57,27 @@ def route(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     routing: Routing,
-    places: Sequence[int] | None = None,
+    stack_indices: Sequence[int] | None = None,
 ) -> Chosen:
     """The experts of x [n, H] by a router's weight [E, H] and bias [E], in float32.
 
-    `places` are those of the experts in stacked matrices, by default in the order of their numbers.
+    `stack_indices` are those of the experts in stacked matrices, by default their numbers.
     """
-    return grouped(*choose(F.linear(x.float(), weight), bias, routing), places)
+    return grouped(*choose(F.linear(x.float(), weight), bias, routing), stack_indices)
 
 
 def grouped(
-    experts: torch.Tensor, weights: torch.Tensor, places: Sequence[int] | None = None
+    experts: torch.Tensor, weights: torch.Tensor, stack_indices: Sequence[int] | None = None
 ) -> Chosen:
     """The choice of `experts`, integers [n, k], with their weights, float32 [n, k].
 
-    Experts whose number is beyond those of `places` are left out.
+    Experts whose number is beyond those of `stack_indices` are left out.
     """
     of_pairs, order = experts.flatten().sort(stable=True)
     numbers, counts = (found.tolist() for found in of_pairs.unique_consecutive(return_counts=True))
-    if places is not None:
-        here = sum(number < len(places) for number in numbers)
-        numbers, counts = [places[number] for number in numbers[:here]], counts[:here]
+    if stack_indices is not None:
+        here = sum(number < len(stack_indices) for number in numbers)
+        numbers, counts = [stack_indices[number] for number in numbers[:here]], counts[:here]
         order = order[: sum(counts)]
     found = dict(zip(numbers, counts, strict=True))
     return Chosen(order // experts.shape[1], weights.flatten()[order], found)
@@ -87,9 +87,9 @@ def gate_up(x: torch.Tensor, chosen: Chosen, weight: TieredMatrix, rows: int) ->
     """silu(gate) * up of each pair, [n k, M / 2], of x [n, K] and experts of M = `rows` rows."""
     out = x.new_empty(len(chosen.tokens), rows // 2)
     first = 0
-    for place, count in chosen.counts.items():
+    for index, count in chosen.counts.items():
         pairs = slice(first, first + count)
-        matrix = _matrix(weight, place * rows, (place + 1) * rows, x.device)
+        matrix = _matrix(weight, index * rows, (index + 1) * rows, x.device)
         gate, up = F.linear(x[chosen.tokens[pairs]], matrix).chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out[pairs])
         first += count
@@ -105,9 +105,9 @@ def down(
     """
     out, rows = torch.zeros_like(residual, dtype=torch.float32), residual.shape[1]
     first = 0
-    for place, count in chosen.counts.items():
+    for index, count in chosen.counts.items():
         pairs = slice(first, first + count)
-        matrix = _matrix(weight, place * rows, (place + 1) * rows, x.device)
+        matrix = _matrix(weight, index * rows, (index + 1) * rows, x.device)
         products = F.linear(x[pairs], matrix).float() * chosen.weights[pairs, None]
         out[chosen.tokens[pairs]] += products  # a token has an expert once
         first += count

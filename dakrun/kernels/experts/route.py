@@ -34,7 +34,7 @@ SUMS_BYTES = 2 * WARPS * ROUTER_TILE_ROWS * (ROUTER_EXPERTS + 4) * 4  # of parti
 
 class _Args(ctypes.Structure):
     _fields_ = (
-        *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "places"),
+        *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "pairs"),
         *operands.pointers("stacked", "use"),
         *operands.pointers("logits", "chosen", "counts", "arrivals"),
         *operands.ints("n", "hidden", "experts", "top_k", "band_rows", "groups", "top_groups"),
@@ -47,17 +47,17 @@ class _Args(ctypes.Structure):
 class Routed:
     """The choices of up to N rows, k experts each, as pairs of an expert and a row, on one GPU.
 
-    Pairs are in the order of the experts' places, those of an expert in the order of rows.
-    `tokens`, int32 [N k], are their rows, `weights`, float32 [N k], those of their experts; `ends`,
-    int32 [E], are the numbers of pairs of the places up to each. `places`, int32 [N, k], are the
-    pairs of each row, by ascending number of their experts; -1 in rows without a request. `scratch`
-    belongs to the kernel.
+    Pairs are in the order of the experts in the stacked matrices, then of rows. `tokens`, int32
+    [N k], are their rows, `weights`, float32 [N k], those of their experts; `ends`, int32 [E], are
+    the numbers of pairs of the stack indices up to each. `pairs`, int32 [N, k], are the pairs of
+    each row, by ascending number of their experts; -1 in rows without a request. `scratch` belongs
+    to the kernel.
     """
 
     tokens: torch.Tensor
     weights: torch.Tensor
     ends: torch.Tensor
-    places: torch.Tensor
+    pairs: torch.Tensor
     scratch: dict[str, torch.Tensor]
 
     @classmethod
@@ -120,8 +120,8 @@ def route(
 
     Weight and bias are float32; sums are float32, with the same bits however many rows there are.
     Rows with negative `lengths`, int32 [N], are without a request and choose none. `stacked`,
-    int32 [E], has the place of each expert in stacked matrices, by default its number. The launch
-    adds to `use`, int32 [2, E], the rows that chose each expert, and 1 to each place that any did.
+    int32 [E], has the index of each expert in stacked matrices, by default its number. The launch
+    adds to `use`, int32 [2, E], the rows that chose each expert, and 1 to each index that any did.
     With `pdl` it may start before its predecessor ends; a successor may start before `out` is
     complete. More than ROUTER_MAX_ROWS rows take two launches. Returns `out`, which has room for N
     rows of H columns. Raises ValueError if an operand has the wrong shape, dtype, device or
@@ -137,7 +137,7 @@ def route(
             f"expected up to {MAX_EXPERTS} experts, {MAX_CHOSEN} a row, {MAX_GROUPS} groups"
         )
     (n, hidden), experts = x.shape, routing.experts
-    room = len(out.places)
+    room = len(out.pairs)
     logits = ceil_div(hidden, ROUTER_COLS), room, router_logits(experts)
     wanted: dict[str, operands.Wanted] = {
         "x": (x, (n, hidden), x.dtype),
@@ -147,7 +147,7 @@ def route(
         "stacked": (stacked, (experts,), torch.int32),
         "use": (use, (2, experts), torch.int32),
         "ends": (out.ends, (experts,), torch.int32),
-        "places": (out.places, (max(n, room), routing.top_k), torch.int32),
+        "pairs": (out.pairs, (max(n, room), routing.top_k), torch.int32),
         "logits": (out.scratch["logits"], logits, torch.float32),
     }
     operands.check_operands(x.device, wanted)
@@ -165,7 +165,7 @@ def route(
         tokens=out.tokens.data_ptr(),
         weights=out.weights.data_ptr(),
         ends=out.ends.data_ptr(),
-        places=out.places.data_ptr(),
+        pairs=out.pairs.data_ptr(),
         stacked=operands.address(stacked),
         use=operands.address(use),
         **{name: scratch.data_ptr() for name, scratch in out.scratch.items()},
@@ -190,7 +190,7 @@ def route(
         shared_bytes=placing + max(SUMS_BYTES, choosing), pdl=pdl,
     )  # fmt: skip
     if n > ROUTER_MAX_ROWS:
-        kernel = jit.kernel(SOURCE, "place", macros)
+        kernel = jit.kernel(SOURCE, "number_pairs", macros)
         kernel.launch(bands, threads, args, shared_bytes=placing, pdl=pdl)
     return out
 

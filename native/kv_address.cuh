@@ -5,7 +5,7 @@
 
 // Address of a token's row in the cache: `layer_bytes` from layer to layer, `head_bytes` from KV
 // head to KV head.
-struct KVPlace {
+struct KVAddress {
   uint8_t* key;  // of the first KV head in the first layer
   int64_t layer_bytes, head_bytes;
 };

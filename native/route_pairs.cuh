@@ -1,12 +1,12 @@
 // The numbers of pairs of a row and an expert: experts one after the other, each with its rows in
-// order. Experts are in the order of their places in the stacked matrices, since those that are
-// read often may be stacked first. An index `expert` is a place here, but a number in count_use().
+// order. Experts are in the order of their stack indices, since those that are read often may be
+// stacked first. `expert` is a stack index here, but an expert's number in count_use().
 #pragma once
 
 #include "route.cuh"
 
 // By a CTA, in shared memory.
-struct Placing {
+struct PairOrder {
   static constexpr int kWords = kMaxRows / 32;
 
   const RouteArgs& args;
@@ -15,7 +15,7 @@ struct Placing {
   int* const totals;      // [experts]: pairs of each
   int* const firsts;      // [experts]: the first pair of these rows
 
-  __device__ __forceinline__ Placing(const RouteArgs& args, uint8_t* smem)
+  __device__ __forceinline__ PairOrder(const RouteArgs& args, uint8_t* smem)
       : args(args),
         pairs(reinterpret_cast<Choice*>(smem)),
         masks(reinterpret_cast<uint32_t*>(pairs + min(kMaxRows, args.n) * args.top_k)),
@@ -27,7 +27,7 @@ struct Placing {
   // Pairs to and from global memory. mark() comes behind a barrier.
   __device__ __forceinline__ void store(int first, int rows) const {
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads)
-      of_row(first)[i] = {__uint_as_float(pairs[i].place), pairs[i].weight};
+      of_row(first)[i] = {__uint_as_float(pairs[i].index), pairs[i].weight};
   }
   __device__ __forceinline__ void load(int first, int rows) const {
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
@@ -44,7 +44,7 @@ struct Placing {
   }
 
   // Writes the pairs of `rows` rows from row `first` on.
-  __device__ __forceinline__ void place(int first, int rows) const {
+  __device__ __forceinline__ void write(int first, int rows) const {
     mark(rows);
     for (int expert = threadIdx.x; expert < args.experts; expert += kThreads) {
       int total = 0, earlier = 0;
@@ -71,12 +71,12 @@ struct Placing {
       const Choice choice = pairs[i];
       const int row = i / args.top_k;
       int pair = -1;
-      if (choice.place >= 0) {
-        pair = firsts[choice.place] + before(choice.place, row);
+      if (choice.index >= 0) {
+        pair = firsts[choice.index] + before(choice.index, row);
         args.tokens[pair] = first + row;
         args.weights[pair] = choice.weight;
       }
-      args.places[static_cast<int64_t>(first) * args.top_k + i] = pair;
+      args.pairs[static_cast<int64_t>(first) * args.top_k + i] = pair;
     }
   }
 
@@ -90,8 +90,8 @@ struct Placing {
       masks[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
-      const int row = i / args.top_k, place = pairs[i].place;
-      if (place >= 0) atomicOr(masks + kWords * place + row / 32, 1u << row % 32);
+      const int row = i / args.top_k, index = pairs[i].index;
+      if (index >= 0) atomicOr(masks + kWords * index + row / 32, 1u << row % 32);
     }
     __syncthreads();
   }
@@ -109,10 +109,10 @@ struct Placing {
   // Adds to counts of use, by all warps but the first.
   __device__ __forceinline__ void count_use() const {
     for (int expert = threadIdx.x - 32; expert < args.experts; expert += kThreads - 32) {
-      const int place = args.stacked == nullptr ? expert : args.stacked[expert];
-      if (totals[place] == 0) continue;
-      atomicAdd(args.use + expert, totals[place]);
-      atomicAdd(args.use + args.experts + place, 1);
+      const int index = args.stacked == nullptr ? expert : args.stacked[expert];
+      if (totals[index] == 0) continue;
+      atomicAdd(args.use + expert, totals[index]);
+      atomicAdd(args.use + args.experts + index, 1);
     }
   }
   // Moves each expert's pairs behind those of the experts before it, by a warp. A lane adds up
