@@ -4,7 +4,8 @@ A step that carries drafts of a request computes which of them the model would h
 others are dropped, so drafts change how long a run takes and none of its results. suffix.py finds
 the end of a text again in the same text, file_index.py in the answers of the whole run.
 draft_lengths.py says how many tokens are worth drafting, drafter.py proposes them for the rows of a
-step. Knows tokens and slots; neither models nor devices.
+step. README.md follows a draft through the code. Knows tokens and slots; neither models nor
+devices.
 """
 
 from dakrun.drafts.draft_lengths import DraftLengths
