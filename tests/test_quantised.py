@@ -262,7 +262,11 @@ def test_formats_that_are_not_supported(
         ({"quant_method": 4}, "quant_method is 4, not a string"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128], not"),
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size is 0, not"),
-        ({"quant_method": "compressed-tensors"}, "config_groups is None, not an object"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+        ({"bits": 4}, "quant_method is missing"),
+        ([], "quantization_config is [], not an object"),
+        ({"quant_method": "gptq"}, "bits is missing"),
+        ({"quant_method": "gptq", "bits": "4"}, "bits is '4', not an integer"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, "dynamic is [1], not an object"),
         (
             {

@@ -200,29 +200,40 @@ def test_standard_output_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> Non
     assert out.getvalue() == COMPLETION_LINE + ERROR_LINE
 
 
-def fail_write(kind: str, real: Callable[[int, bytes], int]) -> Callable[[int, bytes], int]:
+def failing_write(
+    code: int, real: Callable[[int, bytes], int], *, halves: int
+) -> Callable[[int, bytes], int]:
+    """os.write that takes half of the data `halves` times, then fails."""
+    left = [halves]
+
     def write(fd: int, data: bytes) -> int:
-        if kind == "short":
+        if left[0]:
+            left[0] -= 1
             return real(fd, data[: len(data) // 2])
-        code = {"full": errno.ENOSPC, "quota": errno.EDQUOT, "broken": errno.EIO}[kind]
         raise OSError(code, os.strerror(code))
 
     return write
 
 
+@pytest.mark.parametrize("halves", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("kind", "message", "hint"),
-    [("short", "No space", "free some space"), ("full", "No space", "free some space"),
-     ("quota", "quota exceeded", "free some space"), ("broken", "Input/output", "--resume")],
+    ("code", "message", "hint"),
+    [(errno.ENOSPC, "No space", "free some space"), (errno.EIO, "Input/output", "--resume"),
+     (errno.EDQUOT, "quota exceeded", "free some space"), (errno.EFBIG, "too large", "ulimit -f")],
 )  # fmt: skip
 def test_a_failed_write_leaves_whole_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str, hint: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    message: str,
+    hint: str,
+    halves: int,
 ) -> None:
     path = tmp_path / "out.jsonl"
     with ResultWriter(path) as writer:
         writer.write(completion())
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", fail_write(kind, os.write))
+            patch.setattr(os, "write", failing_write(code, os.write, halves=halves))
             with pytest.raises(CannotRun, match=message) as raised:
                 writer.write(completion(id="b"))
         assert str(path) in str(raised.value) and hint in raised.value.hint

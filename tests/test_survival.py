@@ -348,11 +348,11 @@ def test_a_load_is_shown_and_stopped(number: signal.Signals, code: int, tmp_path
     assert loaded and max(map(float, loaded)) < 2
 
 
-def disk_full(code: int, said: str, out: Path) -> None:
+def disk_full(code: int, said: str, out: Path, remedy: str = "free some space") -> None:
     error, hint = said.splitlines()
     assert code == 3
     assert error.startswith(f"error: {out}: cannot be written (")
-    assert hint.startswith("hint: finished rows are kept: free some space;")
+    assert hint.startswith(f"hint: finished rows are kept: {remedy};")
     assert hint.endswith("run again with --resume")
     assert 0 < len(read(out)) < COUNT
 
@@ -362,7 +362,7 @@ def test_a_file_size_limit(
 ) -> None:
     out = tmp_path / "out.jsonl"
     code, said = server.run(arguments(source, out), file_bytes=5000)
-    disk_full(code, said, out)
+    disk_full(code, said, out, "raise the limit (ulimit -f)")
     assert out.stat().st_size <= 5000
     assert server.run(arguments(source, out, "--resume"))[0] == 0
     assert read(out) == undisturbed

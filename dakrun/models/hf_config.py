@@ -81,7 +81,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         )
     check_folder(directory)
     raw = read_json_object(directory / "config.json")
-    if not raw.get("quantization_config"):
+    if raw.get("quantization_config") in (None, {}):
         raw["quantization_config"] = settings_beside(directory)
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw["dtype"] = stored_dtype(directory)
@@ -229,7 +229,9 @@ def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, 
         "num_heads": fields.count("num_attention_heads"),
         "dtype": (dtype := _dtype(fields.raw, name)),
         "eos_token_ids": _eos(fields.raw.get("eos_token_id", eos), fields.where),
-        "quantization": parse_quantization(settings, name=name, dtype=dtype) if settings else None,
+        "quantization": parse_quantization(settings, name=name, dtype=dtype)
+        if settings not in (None, {})
+        else None,
     }
 
 

@@ -38,8 +38,10 @@ def parse_quantization(raw: Any, *, name: str, dtype: str) -> Quantization:
     """
     settings = _Settings(raw, name, dtype)
     method = settings.text("quant_method", "compressed-tensors" if "config_groups" in raw else "")
+    if not method:
+        settings.malformed("quant_method", raw.get("quant_method"), "the name of a quantizer")
     if method not in _METHODS:
-        settings.refuse(f"quantized with {method or 'an unknown method'}")
+        settings.refuse(f"quantized with {method}")
     found = _METHODS[method](settings)
     try:
         found.of("")  # compiles the patterns
@@ -61,9 +63,9 @@ class _Settings:
         raise CannotRun(f"{self.name}: {what}, which is not supported", hint=hint)
 
     def malformed(self, key: str, value: object, expected: str) -> NoReturn:
+        found = "missing" if value is None else f"{value!r:.60}, not {expected}"
         raise UsageError(
-            f"{self.name}: config.json, quantization_config{key and ': '}{key} is {value!r:.60}, "
-            f"not {expected}",
+            f"{self.name}: config.json, quantization_config{key and ': '}{key} is {found}",
             hint="compare config.json with the published one",
         )
 
@@ -91,10 +93,13 @@ class _Settings:
         return value
 
     def bits(self, *allowed: int) -> int:
-        value = next((self.raw[k] for k in ("bits", "w_bit", "num_bits") if k in self.raw), None)
+        key = next((k for k in ("bits", "w_bit", "num_bits") if k in self.raw), "bits")
+        value = self.raw.get(key)
+        if type(value) is not int:
+            self.malformed(key, value, "an integer")
         if value not in allowed:
             self.refuse(f"weights of {value} bits")
-        return int(value)
+        return value
 
     def group(self) -> int:
         """Columns of a group; 0 for the whole row."""

@@ -108,10 +108,8 @@ class OutputFile:
             raise
 
     def _write(self, data: bytes) -> None:
-        written = os.write(self._fd, data)
-        if self._is_regular and written < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        while written < len(data):  # a pipe takes only as much as it has room for
+        written = 0
+        while written < len(data):  # a pipe, or a full disk, takes only as much as it has room for
             written += os.write(self._fd, data[written:])
 
     def _sync(self) -> None:

@@ -32,7 +32,7 @@ from dakrun.requests.row_digests import InputRow, RowDigests, digests_path, rows
 from dakrun.requests.written_rows import WrittenRows
 
 _CHANGED_HINT = "--resume --changed runs changed rows again, --resume --force keeps the old results"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ResultWriter:
@@ -316,6 +316,8 @@ class ResultWriter:
             hint += self.resume_hint
         elif problem.errno in _DISK_FULL:
             hint = f"finished rows are kept: free some space; {self.resume_hint}"
+        elif problem.errno == errno.EFBIG:
+            hint = f"finished rows are kept: raise the limit (ulimit -f); {self.resume_hint}"
         else:
             hint = f"finished rows are kept: make the output writable; {self.resume_hint}"
         return CannotRun(f"{self.name}: cannot be written ({problem.strerror})", hint=hint)
