@@ -315,14 +315,39 @@ def test_random_weights_neither_count_nor_use_counts(tmp_path: Path) -> None:
     assert not popularity.kept_path(read_model_config(model)).parent.exists()
 
 
-def test_a_damaged_file_in_the_cache_is_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", ["{", '{"dakrun_popularity": 2, "counts": {}}'])
+def test_a_file_in_the_cache_that_is_of_no_use_is_written_again(found: str, tmp_path: Path) -> None:
     config = read_model_config(tiny_models.save("olmoe", tmp_path))
     path = popularity.kept_path(config)
     popularity.keep(config, counts_of(config).counts)
-    path.write_text("{")
+    path.write_text(found)
     assert popularity.with_popularity(config, "auto") == config
     popularity.keep(config, counts_of(config).counts)
     assert popularity.read(path, config, "x").counts == counts_of(config).counts
+
+
+def test_kept_counts_fade(tmp_path: Path) -> None:
+    """Those of another revision of a model, whose tokens choose other experts, give way."""
+    config = read_model_config(tiny_models.save("olmoe", tmp_path))
+    assert config.mixture
+    layers = len(popularity.layers_of(config))
+    experts, top_k = config.mixture.routing.experts, config.mixture.routing.top_k
+
+    def kept_after(tokens: int, first: int) -> tuple[int, ...]:
+        """Counts of a layer after a run of so many tokens, which chose experts `first` and on."""
+        chosen = [tokens * (first <= expert < first + top_k) for expert in range(experts)]
+        popularity.keep(config, [chosen] * layers)
+        found = popularity.read(popularity.kept_path(config), config, "x").counts
+        assert len(set(found)) == 1
+        return found[0]
+
+    most = popularity.KEPT_TOKENS
+    assert kept_after(most // 2, 0)[0] == kept_after(most // 2, top_k)[0] == most // 2
+    assert kept_after(most // 2, top_k)[0] == most // 4
+    old, *_, new = kept_after(most - 8, experts - top_k)
+    assert old < 8 and new == most - 8
+    assert sum(kept_after(2 * most, 0)) == 2 * most * top_k, "those of the run alone"
+    assert kept_after(1, experts - top_k)[-1] == 1
 
 
 def refused(model: str, name: str) -> str:

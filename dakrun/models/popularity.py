@@ -7,6 +7,12 @@ A file is a JSON object:
 
 `layers` are the numbers of the layers with experts; `counts` has a row for each of them: how many
 tokens chose each expert, by the expert's number.
+
+Counts place experts and change no token, so stale ones cost time alone. Kept counts fade: they are
+of about the last KEPT_TOKENS tokens, so those of another revision of the weights, or of other
+prompts, give way to those of newer runs. A kept file that is damaged, or that another version of
+dakrun has written in another form, counts as none and is written anew. A file that the user names
+must be of this form and of the model's architecture.
 """
 
 import contextlib
@@ -26,6 +32,7 @@ from dakrun.resources import cache_dir
 
 AUTO, UNIFORM, ZIPF = "auto", "uniform", "zipf:"
 SCHEMA = 1
+KEPT_TOKENS = 1 << 20  # whose choices the cache folder keeps
 _KIND, _COUNTS, _MODEL = "dakrun_popularity", "counts", "model"
 
 
@@ -111,7 +118,8 @@ def read(path: Path, config: ModelConfig, source: str) -> Popularity:
 def keep(config: ModelConfig, counts: Sequence[Sequence[int]]) -> None:
     """Add `counts` of a run, as in a file, to those kept of the model; written atomically.
 
-    Does nothing if the cache folder cannot be written, or if there are no counts.
+    Counts kept before are scaled down where both are of more than KEPT_TOKENS tokens. Does nothing
+    if the cache folder cannot be written, or if there are no counts.
     """
     if not any(map(any, counts)):
         return
@@ -119,8 +127,11 @@ def keep(config: ModelConfig, counts: Sequence[Sequence[int]]) -> None:
     with contextlib.suppress(UsageError):
         earlier = read(path, config, path.name).counts if path.is_file() else ()
         if earlier:
+            assert config.mixture
+            most = KEPT_TOKENS * config.mixture.routing.top_k  # of a layer
+            share = min(1.0, max(0, most - sum(counts[0])) / max(1, sum(earlier[0])))
             pairs = zip(earlier, counts, strict=True)
-            counts = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs]
+            counts = [[int(share * a) + b for a, b in zip(*rows, strict=True)] for rows in pairs]
     data = {_KIND: SCHEMA, _MODEL: config.name, **_identity(config), _COUNTS: counts}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
