@@ -2,7 +2,7 @@
 
 dakrun/launches chooses the kernel and its launch; dispatch.py asks it, and holds the workspaces.
 splitk.py and tiled.py launch one kernel each. packed_matrix.py makes an argument of W.
-native/README.md describes the kernels.
+native/gemm.md describes the kernels.
 """
 
 from dakrun.kernels.gemm.packed_matrix import addresses
