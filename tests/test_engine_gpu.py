@@ -281,7 +281,7 @@ def test_launches_overlap(model: tuple[Path, PreTrainedModel]) -> None:
         assert isinstance(runner, GraphRunner)
         config = llm.config
         small = 1 + config.tied_embeddings if config.pre_norm else 2 * config.num_layers + 6
-        for graph in runner.graphs.values():
+        for graph in runner.graphs.plain.values():
             overlapping, others = edge_kinds(graph)
             assert overlapping >= 3 * config.num_layers and others <= small
 
@@ -409,9 +409,9 @@ def test_shared_prefixes_are_computed_once(
 ) -> None:
     """In each of two tiers, and read once for all or not; the tokens stay the reference's."""
     if cascades:
-        monkeypatch.setattr("dakrun.engine.graph_runner.MIN_SAVED_BYTES", 0)
+        monkeypatch.setattr("dakrun.engine.row_map.MIN_SAVED_BYTES", 0)
     else:
-        monkeypatch.setattr("dakrun.engine.graph_runner.MIN_REMOTE_SAVED_BYTES", 1 << 40)
+        monkeypatch.setattr("dakrun.engine.row_map.MIN_REMOTE_SAVED_BYTES", 1 << 40)
     path, reference = model
     common = prompts(1)[0] * 200
     given = [common[:130] + own[:120] for own in prompts(40)]
@@ -419,7 +419,7 @@ def test_shared_prefixes_are_computed_once(
         found = greedy(llm, given)
         assert llm.engine.stats.shared_tokens >= 38 * 128
         tiles = llm.engine.runner._decode._tiles  # of large groups, which have no cascades
-        assert bool(llm.engine.runner._cascades) == (cascades and tiles is None)
+        assert bool(llm.engine.runner.graphs.cascades) == (cascades and tiles is None)
     ours, theirs = shortfalls(path, reference, given, found)
     assert ours <= 2 * theirs + 0.01, "beyond what float16 rounds"
 

@@ -1,6 +1,6 @@
 """Which edges of a captured step are programmatic; the graphs themselves need a GPU."""
 
-from dakrun.engine.graph_runner import MAX_PDL_LEAD
+from dakrun.engine.step_graphs import MAX_PDL_LEAD
 from dakrun.kernels.runtime.graph import Edge, programmatic_lead
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from dakrun import StructuredOutputsParams
 from dakrun.config import OFF, SamplingParams, Speculation
-from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner
+from dakrun.engine import Admission, Engine, GraphRunner, Prefill, step_graphs
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.models.modules import Fused
@@ -62,10 +62,10 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_runner, "capture", Graph)
-    monkeypatch.setattr(graph_runner, "edge_kinds", lambda _: (1000, 0))
-    monkeypatch.setattr(graph_runner, "graph_edges", lambda _: [])
-    monkeypatch.setattr(graph_runner, "programmatic_lead", lambda _: 0)
+    monkeypatch.setattr(step_graphs, "capture", Graph)
+    monkeypatch.setattr(step_graphs, "edge_kinds", lambda _: (1000, 0))
+    monkeypatch.setattr(step_graphs, "graph_edges", lambda _: [])
+    monkeypatch.setattr(step_graphs, "programmatic_lead", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
 

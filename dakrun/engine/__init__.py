@@ -11,9 +11,11 @@ progress.py has the state of a request, kv_cache.py the KV blocks of all slots a
 prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
 
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
-computes a step: graph_runner.py on the GPU's kernels (decode_step.py, verify_step.py with
-slot_progress.py, prefill.py, cached_attention.py, kernel_backend.py, staging.py),
-reference_runner.py in plain torch (reference_backend.py).
+computes a step: graph_runner.py on the GPU's kernels, reference_runner.py in plain torch
+(reference_backend.py). On the GPU row_map.py has the rows of the batch, slot_sampling.py what
+chooses their tokens, step_graphs.py the CUDA graphs of decode_step.py and of verify_step.py (with
+slot_progress.py); prefill.py and cached_attention.py compute prompts, kernel_backend.py launches
+ops, and staging.py copies remote matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
 experts; on the GPU's kernels expert_copies.py copies them.

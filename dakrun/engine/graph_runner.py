@@ -1,56 +1,45 @@
-"""Steps on the project's kernels: CUDA graphs of decode rows, one graph for each batch bucket.
+"""Steps on the project's kernels: a replay of a CUDA graph, or a pass over parts of prompts.
 
 A step with parts of prompts is launched op by op; steps with drafts have graphs of their own. Knows
-rows and slots. decode_step.py has the launches of a decode step, verify_step.py those of a step
-with drafts, prefill.py those of prompts.
+rows and slots. row_map.py says which rows of the batch the slots have, slot_sampling.py how their
+tokens are chosen. step_graphs.py has the graphs, decode_step.py the launches of a decode step,
+verify_step.py those of a step with drafts, prefill.py those of prompts.
 """
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from dakrun.config import SamplingParams
 from dakrun.engine.decode_step import (
     IDLE,
     Bucket,
     DecodeStep,
     buckets,
     fill_order,
-    fitting,
 )
 from dakrun.engine.expert_copies import ExpertCopies
 from dakrun.engine.expert_moves import ExpertMoves
 from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import Scores
-from dakrun.engine.mask_writer import MaskWriter
 from dakrun.engine.prefill import Prefill
+from dakrun.engine.row_map import RowMap
 from dakrun.engine.runner import Chosen
+from dakrun.engine.slot_sampling import SlotSampling
 from dakrun.engine.step import Accepted, Row, Step
+from dakrun.engine.step_graphs import StepGraphs
 from dakrun.engine.verify_step import VerifyStep
 from dakrun.geometry import KV_BLOCK
-from dakrun.kernels import adjustments, sampling_words, without_options
-from dakrun.kernels.attention import KVShape, RowGroup, SharedPrefix, shared_prefixes
+from dakrun.kernels.attention import KVShape
 from dakrun.kernels.runtime import (
-    capture,
-    edge_kinds,
-    graph_edges,
-    programmatic_lead,
     replay_seconds,
 )
 from dakrun.memory.device import upload
 from dakrun.models.modules import Fused
-
-# Shared prefixes are read once, by a kernel of their own, if that saves as many KV bytes a layer,
-# in HBM or in remote tiers: about what the memory reads during the launch of this kernel.
-MIN_SAVED_BYTES, MIN_REMOTE_SAVED_BYTES = 16 << 20, 256 << 10
-MAX_PDL_LEAD = 1  # from embed to a norm; the first product then waits for both
-MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends
 
 
 @dataclass
@@ -103,18 +92,14 @@ class GraphRunner:
         self._gaps_s: list[float] = []  # between replays, on the GPU
         self._decode, self._backend, self._prefill = step, step.backend, prefill
         self.cache, self._positions = cache, shape.blocks * KV_BLOCK
-        self._layer_bytes = shape.layer_bytes  # of a KV block
-        self._filled = False  # whether the staging ring holds the next step's first matrices
         self._buckets, self._shape = buckets(cache.counts), shape
         self._verify: VerifyStep | None = None
-        self._verifying: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        self._mapped: list[int] = []  # the slot, or IDLE, of each row of the last bucket
+        self._rows = RowMap(step, cache, self._buckets, shape.layer_bytes)
         self._steps: deque[_Launched] = deque()
-        self._masks = MaskWriter(step.log, step.backend.model.config.vocab_size, self.ahead)
         self._last: _Launched | None = None  # the step collected last
-        self._sampling = dict.fromkeys(range(cache.slots), sampling_words(SamplingParams(), 0))
-        self._adjustments: dict[int, torch.Tensor | None] = {}  # by slot
-        self._capture()
+        self._sampling = SlotSampling(step, range(cache.slots), self.ahead)
+        self._masks = self._sampling.masks
+        self.graphs = StepGraphs(step, self._buckets)
         if (use := self._backend.expert_use) is not None:
             use.clear()  # what captures have counted
         self.expert_use: ExpertUse | None = use
@@ -139,14 +124,9 @@ class GraphRunner:
         """Capture steps of rows with up to `most` drafts, of the buckets that are small enough."""
         made = VerifyStep(self._decode, self.cache, self._shape, self._buckets, most)
         self._decode.lengths.fill_(IDLE)
-        self._mapped = []
-        self._fill()
-        for bucket in reversed(self._buckets):
-            if bucket in made.buckets:
-                run = partial(made.run, sum(bucket))
-                run()  # compiles its kernels; all rows are idle
-                self._verifying[bucket] = capture(run, self._pool)
-        self._filled, self._verify = False, made
+        self._rows.forget()
+        self.graphs.add_drafts(made)
+        self._verify = made
         self._masks.ahead, self._masks.forces = self.ahead * made.width, True
 
     @torch.inference_mode()
@@ -161,16 +141,20 @@ class GraphRunner:
         if self.expert_use is not None:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
-        bucket = self._assign(rows) if rows else ()
+        bucket: Bucket = ()
         width = 1
+        if rows:
+            bucket, changed = self._rows.assign(rows)
+            if verify and changed:
+                verify.assign(sum(bucket))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         ended = [row for row in prompts if row.wanted]
         chosen = scores = None
         if prompts:
-            self._set_sampling(ended)
+            self._sampling.begin(ended)
             start.record()
             if not rows:
-                self._mapped = []  # slots may get other requests before they have rows again
+                self._rows.forget()  # slots may get other requests before they have rows again
             logits, tokens, hidden = self._pass(bucket, prompts, ended)
             if verify:
                 if rows:
@@ -179,24 +163,20 @@ class GraphRunner:
             if any(row.scored for row in prompts):
                 scores = self._prefill.scores(step, hidden)
         elif verify and bucket in verify.buckets and any(row.length > 1 for row in rows):
-            if not self._filled:
-                self._fill()
+            self.graphs.fill()
             verify.limit(rows, self._masks.forced())
             start.record()
-            self._verifying[bucket].replay()
+            self.graphs.verifying[bucket].replay()
             logits, tokens, width = verify.backend.logits, verify.chosen, verify.width
             self._count_replay(bucket, len(rows))
         else:
-            if not self._filled:
-                self._fill()
+            self.graphs.fill()
             start.record()
-            if self._decode.cascades and bucket not in self._cascades:
-                self._capture_cascade(bucket)
-            (self._cascades if self._decode.cascades else self.graphs)[bucket].replay()
+            self.graphs.replay(bucket)
             logits, tokens = self._backend.logits, self._decode.tokens
             self._count_replay(bucket, len(rows))
         if any(row.sampling.params.logprobs is not None for row in step.choosing):
-            firsts = [self._mapped.index(row.slot) * width for row in rows]
+            firsts = [self._rows.slots.index(row.slot) * width for row in rows]
             numbers = [first + i for first in firsts for i in range(width)]
             numbers += range(sum(bucket), sum(bucket) + len(ended))
             counts = [width] * len(rows) + [1] * len(ended)
@@ -209,10 +189,10 @@ class GraphRunner:
     @torch.inference_mode()
     def resume(self, row: Row) -> None:
         """Let the token of `row` be the newest of its slot."""
-        self._set_sampling([row])
+        self._sampling.begin([row])
         (token,) = row.tokens
         self._decode.newest[row.slot].fill_(token)
-        self._mapped = []  # the slot's row may be another request's
+        self._rows.forget()  # the slot's row may be another request's
         if self._verify:
             self._verify.begin([row], chosen=False)
 
@@ -225,9 +205,7 @@ class GraphRunner:
         """The tokens accepted in the oldest step."""
         launched = self._steps.popleft()
         if self._decode.cascades and not launched.end.query():
-            later = (b for b in reversed(self._buckets) if sum(b) <= len(self._mapped))
-            if bucket := next((b for b in later if b not in self._cascades), None):
-                self._capture_cascade(bucket)  # while the CPU would wait
+            self.graphs.capture_ahead(len(self._rows.slots))  # while the CPU would wait
         launched.end.synchronize()
         self._masks.check()
         if self._last is not None:
@@ -268,7 +246,7 @@ class GraphRunner:
         Returns logits and next tokens: those of the bucket's rows, then those of `ended`; and the
         last layer's output after the tokens of `parts`.
         """
-        self._filled = False
+        self.graphs.filled = False
         n, decode = sum(bucket), self._decode
         logits, hidden = self._prefill.logits(parts, decode, bucket)
         if n:
@@ -281,70 +259,6 @@ class GraphRunner:
             tokens = torch.cat((tokens, first))
         return logits, tokens, hidden
 
-    def _set_sampling(self, rows: Sequence[Row]) -> None:
-        """Say how the tokens of the rows' slots are chosen, where this has changed.
-
-        All tokens of the rows' requests are known; their guides begin behind the rows.
-        """
-        words, device = {}, self._backend.like.device
-        vocabulary = self._backend.model.config.vocab_size
-        for row in rows:
-            params, seed, history, limit, guidance = row.sampling
-            own = mask = None
-            if params.adjusts:
-                made = adjustments(params, *history, limit=limit, vocabulary=vocabulary)
-                own = upload(made, device)
-            if guidance is not None:
-                mask = self._masks.begin(row.slot, guidance.guide(history.tokens), row.last + 1)
-            else:
-                self._masks.release(row.slot)
-            words[row.slot] = sampling_words(params, seed, mask, own)
-            self._adjustments[row.slot] = own
-        self._masks.announce()
-        changed = {slot: new for slot, new in words.items() if self._sampling[slot] != new}
-        if changed:
-            slots = self._on_gpu(list(changed))
-            new = upload(torch.tensor(list(changed.values()), dtype=torch.int32), slots.device)
-            self._decode.sampling[slots] = new
-            self._sampling |= changed
-
-    def _capture(self) -> None:
-        """Capture all buckets, the largest first, in one pool of memory.
-
-        Steps whose rows share prefixes are captured once there are such rows.
-        """
-        self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        self._cascades: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._fill()
-        self._decode.prepare(self._buckets)
-        self._decode.cascades = True
-        self._decode.run(self._buckets[-1])
-        self._decode.cascades = False
-        for bucket in reversed(self._buckets):
-            self._decode.run(bucket)  # compiles its kernels; all rows are idle
-            graph = capture(lambda bucket=bucket: self._decode.run(bucket), self._pool)  # type: ignore[misc]
-            # Edges to and from copies of staged matrices and torch's kernels are not programmatic.
-            if not self._backend.staging and self._backend.kernel_for(sum(bucket)) != "torch":
-                pdl, others = edge_kinds(graph)
-                minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers
-                assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
-                # Attention reads lengths and block tables before its PDL wait (native/README.md).
-                lead = programmatic_lead(graph_edges(graph))
-                assert lead <= MAX_PDL_LEAD, f"expected a full edge behind embed, got {lead} PDL"
-            self.graphs[bucket] = graph
-        self._filled = False
-
-    def _capture_cascade(self, bucket: Bucket) -> None:
-        """Capture the graph of a step of `bucket` whose rows share prefixes."""
-        self._cascades[bucket] = capture(lambda: self._decode.run(bucket), self._pool, quickly=True)
-
-    def _fill(self) -> None:
-        """Stage the first matrices of the next step, as the previous step usually does."""
-        if self._backend.staging:
-            self._backend.staging.fill()
-        self._filled = True
-
     @torch.inference_mode()
     def op_seconds(self, length: int, leave_out: Fused | None = None) -> dict[str, float]:
         """Seconds of a full batch's step by op, each op's launches of all layers in one graph.
@@ -355,9 +269,8 @@ class GraphRunner:
         """
         length = min(length, self._positions - 1)
         decode, bucket = self._decode, self._buckets[-1]
-        self._sampling = {slot: without_options(own) for slot, own in self._sampling.items()}
-        decode.sampling.copy_(torch.tensor(list(self._sampling.values()), dtype=torch.int32))
-        self._mapped = []
+        self._sampling.drop_options()
+        self._rows.forget()
         decode.slots.copy_(self._on_gpu(range(sum(bucket))))
         decode.spilled.copy_(self._on_gpu(self.cache.pretend(length + 1)))
         decode.lengths.fill_(length)
@@ -369,56 +282,6 @@ class GraphRunner:
             found[name] = replay_seconds(lambda chain=launches: [launch() for launch in chain])  # type: ignore[misc]
         decode.lengths.fill_(IDLE)
         return found
-
-    def _assign(self, rows: Sequence[Row]) -> Bucket:
-        """Give every row a place in the smallest bucket that holds them all.
-
-        Rows keep their places where all of them have one in it; the other places become idle.
-        """
-        positions = {row.slot: row.start for row in rows}
-        counts = [0] * len(self.cache.counts)
-        for slot in positions:
-            counts[self.cache.tier(slot)] += 1
-        bucket = fitting(self._buckets, counts)
-        groups: list[RowGroup] | None
-        if len(self._mapped) == sum(bucket) and positions.keys() <= set(self._mapped):
-            mapped = [slot if slot in positions else IDLE for slot in self._mapped]
-            groups = None
-        else:
-            mapped, groups = [], []
-            prefixes = self._prefixes(positions)
-            grouped = {slot for prefix in prefixes for slot in prefix.slots}
-            for tier, room in enumerate(bucket):
-                first = len(mapped)
-                for slots, blocks in prefixes:
-                    if self.cache.tier(slots[0]) == tier:
-                        shared = [self.cache.address(slots[0], block) for block in range(blocks)]
-                        groups.append(RowGroup(len(mapped), len(slots), shared, remote=tier > 0))
-                        mapped += slots
-                here = (slot for slot in positions if self.cache.tier(slot) == tier)
-                mapped += sorted(slot for slot in here if slot not in grouped)
-                mapped += [IDLE] * (first + room - len(mapped))
-        if mapped != self._mapped:
-            lengths = [positions.get(slot, IDLE) for slot in mapped]
-            self._decode.assign([max(slot, 0) for slot in mapped], lengths, groups)
-            if self._verify:
-                self._verify.assign(len(mapped))
-            self._mapped = mapped
-        return bucket
-
-    def _prefixes(self, slots: Iterable[int]) -> list[SharedPrefix]:
-        """Prefixes that `slots` share, the largest saving first; none if they save too little."""
-        found, saved = [], [0, 0]  # blocks, in HBM and in remote tiers
-        for number in range(len(self.cache.counts)):
-            here = (slot for slot in slots if self.cache.tier(slot) == number)
-            held = {slot: common for slot in here if (common := self.cache.common(slot))}
-            prefixes = shared_prefixes(held)
-            saved[number > 0] += sum(prefix.saved for prefix in prefixes)
-            found += prefixes
-        least = (MIN_SAVED_BYTES, MIN_REMOTE_SAVED_BYTES)
-        if all(n * self._layer_bytes < wanted for n, wanted in zip(saved, least, strict=True)):
-            return []
-        return sorted(found, key=lambda prefix: -prefix.saved)
 
     def _on_gpu(self, numbers: Sequence[int]) -> torch.Tensor:
         """int32 on the GPU, without waiting for it."""

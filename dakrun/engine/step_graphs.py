@@ -1,0 +1,94 @@
+"""CUDA graphs of decode steps: of each batch bucket plain, with shared prefixes, and with drafts.
+
+Knows buckets and launches, neither requests nor slots.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from dakrun.engine.decode_step import Bucket, DecodeStep
+from dakrun.engine.verify_step import VerifyStep
+from dakrun.kernels.runtime import capture, edge_kinds, graph_edges, programmatic_lead
+
+MAX_PDL_LEAD = 1  # from embed to a norm; the first product then waits for both
+MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends
+
+Graphs = dict[Bucket, torch.cuda.CUDAGraph]
+
+
+class StepGraphs:
+    """The graphs of `step` by bucket, in one pool of memory.
+
+    `plain` and `verifying`, those with drafts, are captured ahead; `cascades`, those of rows that
+    share prefixes, once there are such rows. All but the first matrices of a step are staged by the
+    step before: `filled` says whether the ring holds them.
+    """
+
+    def __init__(self, step: DecodeStep, buckets: Sequence[Bucket]) -> None:
+        """Capture all `buckets`, the largest first; rows must be idle."""
+        self._step, self._backend, self._buckets = step, step.backend, buckets
+        self._pool = torch.cuda.graph_pool_handle()
+        self.plain: Graphs = {}
+        self.cascades: Graphs = {}
+        self.verifying: Graphs = {}
+        self.filled = False
+        self.fill()
+        step.prepare(buckets)
+        step.cascades = True
+        step.run(buckets[-1])
+        step.cascades = False
+        for bucket in reversed(buckets):
+            step.run(bucket)  # compiles its kernels
+            self.plain[bucket] = capture(partial(step.run, bucket), self._pool)
+            self._check(bucket)
+        self.filled = False
+
+    def fill(self) -> None:
+        """Stage the first matrices of the next step, unless the step before has done so."""
+        if self._backend.staging and not self.filled:
+            self._backend.staging.fill()
+        self.filled = True
+
+    def add_drafts(self, verify: VerifyStep) -> None:
+        """Capture the steps of `verify`; rows must be idle."""
+        self.filled = False
+        self.fill()
+        for bucket in reversed(self._buckets):
+            if bucket in verify.buckets:
+                run = partial(verify.run, sum(bucket))
+                run()  # compiles its kernels
+                self.verifying[bucket] = capture(run, self._pool)
+        self.filled = False
+
+    def replay(self, bucket: Bucket) -> None:
+        """Launch a step without drafts of the rows of `bucket`."""
+        graphs = self.plain
+        if self._step.cascades:
+            graphs = self.cascades
+            if bucket not in graphs:
+                self._add_cascade(bucket)
+        graphs[bucket].replay()
+
+    def capture_ahead(self, rows: int) -> None:
+        """Capture one more graph of up to `rows` rows that share prefixes, if one is missing."""
+        later = (b for b in reversed(self._buckets) if sum(b) <= rows)
+        if bucket := next((b for b in later if b not in self.cascades), None):
+            self._add_cascade(bucket)
+
+    def _add_cascade(self, bucket: Bucket) -> None:
+        run = partial(self._step.run, bucket)
+        self.cascades[bucket] = capture(run, self._pool, quickly=True)
+
+    def _check(self, bucket: Bucket) -> None:
+        """Check that launches overlap as far as they may, and no further."""
+        # Edges to and from copies of staged matrices and torch's kernels are not programmatic.
+        if self._backend.staging or self._backend.kernel_for(sum(bucket)) == "torch":
+            return
+        pdl, others = edge_kinds(self.plain[bucket])
+        minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers
+        assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
+        # Attention reads lengths and block tables before its PDL wait (native/README.md).
+        lead = programmatic_lead(graph_edges(self.plain[bucket]))
+        assert lead <= MAX_PDL_LEAD, f"expected a full edge behind embed, got {lead} PDL"
