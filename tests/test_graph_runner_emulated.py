@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from dakrun import StructuredOutputsParams
 from dakrun.config import OFF, SamplingParams, Speculation
-from dakrun.engine import Admission, Engine, GraphRunner, Prefill, step_graphs
+from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner, step_graphs
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.models.modules import Fused
