@@ -123,7 +123,7 @@ class PartPoint(Point):
 LINEAR, ATTENTION, OTHER = "linear layers", "attention", "other"
 FUSED: dict[str, Fused] = {"norms": "norms", "activation": "activation", "RoPE": "rope"}
 PARTS = (LINEAR, ATTENTION, *FUSED, OTHER)
-PART_OF = {"linear": LINEAR, "attention": ATTENTION}  # by an op's category
+PART_OF = {"linear": LINEAR, "experts": LINEAR, "attention": ATTENTION}  # by an op's category
 
 
 @dataclass(frozen=True, kw_only=True)
