@@ -256,7 +256,8 @@ def _l2_text(plan: Plan) -> str:
 def _prompts_text(shown: Overview) -> str:
     """The prompt passes of a decode step, and the ratios that they change."""
     prompts, plan = shown.prompts, shown.chosen.plan
-    text = f"a decode step carries {prompts.passes:.3g} prompt passes"
+    passes = "pass" if prompts.passes == 1 else "passes"
+    text = f"a decode step carries {prompts.passes:.3g} prompt {passes}"
     if not prompts.changed:
         return f"{text}, which change no ratio"
     return f"{text}; without them: " + ", ".join(
