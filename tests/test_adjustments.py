@@ -21,7 +21,7 @@ from dakrun.engine.adjustments import History, adjusted
 from dakrun.geometry import NO_TOKEN, NONE_ALLOWED
 from dakrun.kernels import SAMPLING_WORDS, adjustments, sampling_words, select_token
 from dakrun.kernels.runtime import DTYPES
-from dakrun.plan.ops import adjustment_bytes
+from dakrun.plan.footprint import adjustment_bytes
 
 VOCAB = 60
 PROMPT, TOKENS, ENDS = (3, 5, 5, 9, 7), [5, 11, 5, 40, 9, 7], (2, 50)

@@ -18,7 +18,7 @@ from dakrun.engine import DraftChoice
 from dakrun.errors import UsageError
 from dakrun.geometry import LONGEST_MATCH
 from dakrun.plan import VERIFIED_TOKENS, DraftForecast
-from dakrun.plan.ops import activation_bytes, verified_tokens
+from dakrun.plan.footprint import activation_bytes, verified_tokens
 
 
 def by_definition(text: list[int]) -> tuple[int, int]:

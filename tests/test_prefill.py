@@ -13,7 +13,7 @@ from dakrun.config import Workload
 from dakrun.hardware import load_profile, shipped_profiles
 from dakrun.models import known_model
 from dakrun.plan import Plan, Policy, Transport, make_plan, predict_prefill, requests_per_admission
-from dakrun.plan.ops import activation_bytes
+from dakrun.plan.footprint import activation_bytes
 from dakrun.plan.plan import PrefillPlan, staging_bytes
 from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, pass_seconds, passes
 

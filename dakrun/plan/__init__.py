@@ -7,17 +7,19 @@ rounded), assemble.py (the Plan). README.md has the formulas. Needs no torch, GP
 from dakrun.plan.batch_size import choose_batch_size
 from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.expected_run import ExpectedRun
-from dakrun.plan.ops import (
+from dakrun.plan.footprint import (
     PREFILL_CHUNK_TOKENS,
     RESERVE_BYTES,
     VERIFIED_TOKENS,
+    kv_staging_bytes,
+    pass_tokens,
+)
+from dakrun.plan.ops import (
     Op,
     attention_op,
     decode_ops,
     kv_positions,
-    kv_staging_bytes,
     linear_op,
-    pass_tokens,
     weight_bytes,
 )
 from dakrun.plan.options import RunKeywords, RunOptions

@@ -10,7 +10,8 @@ from dakrun.config import ModelConfig, Workload
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.expert_choices import deviation_s, mean_longer
-from dakrun.plan.ops import Op, activation_bytes, decode_ops, vector_bytes
+from dakrun.plan.footprint import activation_bytes, vector_bytes
+from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import (

@@ -7,7 +7,8 @@ from typing import Literal
 from dakrun.config import ModelConfig, Workload
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile, why_no_kernels
-from dakrun.plan.ops import PREFILL_CHUNK_TOKENS, Op, kept_positions, kv_positions, weight_bytes
+from dakrun.plan.footprint import PREFILL_CHUNK_TOKENS
+from dakrun.plan.ops import Op, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import STAGED_TOGETHER, Regime

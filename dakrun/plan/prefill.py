@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dakrun.plan.ops import Op, activation_bytes
+from dakrun.plan.footprint import activation_bytes
+from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
 from dakrun.plan.policy import Transport
 from dakrun.plan.prompt_pass import (

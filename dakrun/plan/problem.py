@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from dakrun.errors import CannotRun
 from dakrun.hardware import LOCAL
-from dakrun.plan import ops as inventory
+from dakrun.plan.footprint import reserve_bytes
 from dakrun.plan.greedy import Curve
 from dakrun.plan.lossy import lossy_hint
 from dakrun.plan.op_costs import StepCosts
@@ -116,7 +116,7 @@ class Problem:
             # The most bytes on the host that capacity can force there. If a plan puts more there,
             # it leaves more room in HBM than their page tables take.
             forced = max(0, self.total + sum(purposes.values()) - self.budgets[0])
-            purposes["reserve"] = inventory.reserve_bytes(forced)
+            purposes["reserve"] = reserve_bytes(forced)
         return purposes
 
     @property

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dakrun.geometry import PROMPT_PART_ROWS, TILED_MAX_ROWS
+from dakrun.plan.footprint import VERIFIED_TOKENS
 from dakrun.plan.op_costs import StepCosts
-from dakrun.plan.ops import VERIFIED_TOKENS
 from dakrun.plan.plan import Plan
 from dakrun.plan.roofline import op_cost, sampling_time
 from dakrun.units import ceil_div
