@@ -398,6 +398,20 @@ def test_prefetching_takes_the_longer_of_copies_and_the_step() -> None:
     assert predict(replace(STEP, by="transformers"), here).problem == "not predicted"
 
 
+def test_layers_read_in_place_take_their_time_after_the_others() -> None:
+    here = scope()
+    base = predict(STEP, here).seconds
+    assert base
+    for ratio in (0.0, 0.3, 1.0):
+        found = predict(replace(STEP, by="uva", ratio=ratio), here)
+        assert found.weight_bytes and found.remote_bytes == ratio * found.weight_bytes
+        link_s = found.remote_bytes / here.rates[1]
+        assert found.seconds == pytest.approx((1 - ratio) * base + link_s)
+    assert predict(replace(STEP, by="uva", batch_size=512, ratio=1e-4), here).seconds == (
+        pytest.approx(predict(replace(STEP, batch_size=512), here).seconds, rel=0.05)
+    )
+
+
 def test_multicast_saves_bytes_over_the_link_from_two_tiles_on() -> None:
     here, case = scope(), case_of(scope(), MULTICAST)
     alone = replace(MULTICAST, without=("multicast",))

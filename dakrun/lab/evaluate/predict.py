@@ -46,7 +46,7 @@ def predict(point: Point, scope: Scope) -> Result:
     """The planner's result of `point`; where there is none, its `problem` says why."""
     try:
         if isinstance(point, StepPoint):
-            return _prefetch(point, scope) if point.by == "prefetch" else _step(point, scope)
+            return (_host_layers if point.by in ("prefetch", "uva") else _step)(point, scope)
         if isinstance(point, ReadPoint):
             return _read(point, scope)
         if isinstance(point, FilePoint):
@@ -160,21 +160,31 @@ def too_large(point: StepPoint, scope: Scope) -> str:
     return f"needs {_gb(point.hbm_budget or 0)} of HBM: there are {_gb(capacity)}"
 
 
-def _prefetch(point: StepPoint, scope: Scope) -> Result:
-    """Layers copied to HBM ahead of use: the longer of the copies and of a step all in HBM."""
-    machine, ratio = scope.profile, point.ratio or 0.0
+def _host_layers(point: StepPoint, scope: Scope) -> Result:
+    """Layers of a rival in host memory, each byte of which crosses the link once.
+
+    Copied to HBM ahead of use they take the longer of the copies and of a step all in HBM. Read in
+    place they take that of the reads and of their part of such a step, before or after the others.
+    """
+    machine, ratio, copies = scope.profile, point.ratio or 0.0, point.by == "prefetch"
     resident = scope.roomy().plan(replace(point, ratio=0.0, hbm_budget=None))
-    copied = ratio * resident.weight_bytes
-    needed = sum(resident.memory(0).values()) - copied
+    moved = ratio * resident.weight_bytes
+    needed = sum(resident.memory(0).values()) - moved
     if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):
         return short(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")
     (name,) = remote_names(scope, point.remote)
-    copies = copied / Links.of(machine, (name,)).staged[name]
-    seconds = max(resident.predicted_s, copies)
+    links = Links.of(machine, (name,))
+    link_s = moved / (links.staged if copies else links.direct)[name]
+
+    def step(in_hbm_s: float) -> float:
+        beside = 1.0 if copies else ratio
+        return (1 - beside) * in_hbm_s + max(beside * in_hbm_s, link_s)
+
+    seconds = step(resident.predicted_s)
     rate = point.batch_size / seconds
     return replace(
         of_plan(resident, point.batch_size), seconds=seconds, predicted_s=seconds, ratio=ratio,
-        limit_s=max(resident.bound_s, copies), remote_bytes=copied, tokens_per_s=rate,
+        limit_s=step(resident.bound_s), remote_bytes=moved, tokens_per_s=rate,
     )  # fmt: skip
 
 

@@ -69,12 +69,13 @@ class Ratios(Figure):
     def rivals(self, scope: Scope) -> Iterator[tuple[str, float, int]]:
         """(rival, ratio, rank): all in HBM for transformers, a few ratios for those that offload.
 
-        None with many rows in a quick run.
+        Fewer with many rows in a quick run.
         """
         few = [0.1] if scope.quick else [0.1, 0.3, 0.6]
-        outside = [x for x in scope.some_ratios() if x]
+        many = scope.quick and self.batch_size >= 64
+        outside = few if many else [x for x in scope.some_ratios() if x]
         ratios = {"transformers": [0.0], "prefetch": outside, "uva": outside}
-        for rival in scope.rivals if self.batch_size < 64 or not scope.quick else []:
+        for rival in scope.rivals:
             for ratio in ratios.get(rival, few):
                 yield rival, ratio, 1 if rival == "prefetch" else 2
 
