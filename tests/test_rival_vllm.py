@@ -1,5 +1,6 @@
 """`dakrun evaluate --rival vllm`: a stand-in for vLLM has its options, and ends in its ways."""
 
+import csv
 import json
 import stat
 import sys
@@ -9,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from dakrun.cli import main
 from dakrun.errors import CannotRun
+from dakrun.hardware import load_profile
+from dakrun.lab.evaluate import Scope
+from dakrun.lab.evaluate.points import StepPoint
+from dakrun.lab.evaluate.rivals import rival
 from dakrun.lab.rivals import vllm
 from dakrun.lab.rivals.architecture import meta_model, weight_bytes
 from dakrun.lab.rivals.steps import RivalStep, rival_step
@@ -100,6 +107,27 @@ def test_a_step_with_uva(environment: Environment) -> None:
     assert asked["dtype"] == "float16" and asked["load_format"] == "dummy"
     assert (asked["max_model_len"], asked["max_num_seqs"]) == (15, 3)
     assert asked["second_runner"] == "0" and not asked["enable_prefix_caching"]
+
+
+def test_the_figures_have_both_offloaders(environment: Environment, tmp_path: Path) -> None:
+    out, python = tmp_path / "out", str(environment.python)
+    command = ["evaluate", "--predict", "--profile", "gh200", "--quick", "--only", "fig8"]
+    command += ["--rival", "vllm", "--vllm-python", python, "-o", str(out)]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    with (out / "fig8.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["series"] in vllm.RIVALS]
+    assert [(row["series"], row["x"]) for row in rows] == [(of, "10.0") for of in vllm.RIVALS]
+    config = known_model("opt-6.7b")
+    assert config is not None
+    scope = Scope(
+        models={"opt-6.7b": config}, profile=load_profile("h200-pcie5"), remote="host", quick=True,
+        predict=False, vllm_python=environment.python,
+    )  # fmt: skip
+    sizes = {"batch_size": 3, "prompt_len": 5, "new_tokens": 10}
+    step = StepPoint(model="opt-6.7b", ratio=0.1, by="vllm-prefetch", **sizes)
+    found = rival(step, scope, torch.device("cuda"))
+    assert found.seconds and found.tokens_per_s == 3 / found.seconds
+    assert found.ratio and found.ratio == pytest.approx(4 * 402_759_680 / total_bytes())
 
 
 def test_all_in_hbm_needs_no_offloader(environment: Environment) -> None:
