@@ -1,6 +1,6 @@
 """vLLM's decode step, in a process and an environment of its own.
 
-The options are those of vLLM 0.23 and later (vllm.config.offload there). Knows no plans.
+The options are those of vLLM 0.23 to 0.33 (vllm.config.offload there). Knows no plans.
 """
 
 import functools
@@ -21,6 +21,7 @@ from dakrun.lab.rivals.host_layers import layer_bytes, offloaded
 
 RIVALS = ("vllm-prefetch", "vllm-uva")
 TIMEOUT_S = 300.0
+OTHER_RUNNER = "before 0.33 set VLLM_USE_V2_MODEL_RUNNER=0"  # vLLM's issue 51396
 PROGRAM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
@@ -76,12 +77,12 @@ def step(
             **offload,
         }
         asked = json.dumps([options, batch_size, prompt_len, new_tokens])
-        said = _output([str(python), "-c", PROGRAM, asked], offloads=bool(offload))
+        said = _output([str(python), "-c", PROGRAM, asked])
     total, loaded, problem = weight_bytes(model), LOADED.search(said), ""
     if not (found := SECONDS.findall(said)):
         problem = f"failed: {(ERROR.findall(said) or said.splitlines() or ['no output'])[-1]:.120}"
     elif loaded and float(loaded[1]) * 2**30 > (1 - ratio / 2) * total + max(layer_bytes(model)):
-        problem = f"kept {loaded[1]} GiB of the weights in HBM"
+        problem = f"kept {loaded[1]} GiB of the weights in HBM: {OTHER_RUNNER}"
     if problem:
         raise CannotRun(f"vllm {problem}", hint="leave out --rival vllm")
     return float(found[-1]), ratio
@@ -109,15 +110,13 @@ def offloading(name: str, model: PreTrainedModel, ratio: float) -> tuple[dict[st
     return {"offload_backend": "prefetch", **options}, count * max(layer_bytes(model)) / total
 
 
-def _output(command: list[str], *, offloads: bool) -> str:
+def _output(command: list[str]) -> str:
     """What `command` writes to stdout and stderr. CannotRun if it takes more than TIMEOUT_S.
 
-    vLLM has processes of its own: an error or interrupt here ends the whole group. Its second
-    model runner, the default, ignores all options of offloading (vLLM's issue 51396).
+    vLLM has processes of its own: an error or interrupt here ends the whole group.
     """
-    env = _env() | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if offloads else {})
     process = subprocess.Popen(
-        command, env=env, text=True, start_new_session=True,
+        command, env=_env(), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
