@@ -310,7 +310,7 @@ def test_multicast_is_measured_on_the_papers_matrix() -> None:
         ]
         assert table1.finding(data) == (
             "7168x7168: with N = 4,096 a byte of the weight crosses the link 1 x with multicast "
-            "and 2 x without; the tiles of the launches ask for 1 x and 8 x."
+            "and 2 x without. The tiles of the launches ask for 1 x and 8 x."
         )
         assert table1.claim(data).endswith("Here, at the largest N: it saves 50%.")
         product = FIGURES["fig13"].charts(scope)[0]

@@ -111,9 +111,10 @@ class LinkBytes(ByRows):
             once, again, *asked = (crossings(of) or 0.0 for of in (*found, *tiles))
             yield (
                 f"{data.charts[0].name}: with N = {both[0].x:,.0f} a byte of the weight crosses "
-                f"the link {once:.3g} x with multicast and {again:.3g} x without; the tiles of the "
-                f"launches ask for {asked[0]:.3g} x and {asked[1]:.3g} x."
+                f"the link {once:.3g} x with multicast and {again:.3g} x without."
             )
+            if not data.scope.predict:
+                yield "The tiles of the launches ask for {:.3g} x and {:.3g} x.".format(*asked)
 
     def here(self, data: FigureData) -> Iterator[str]:
         if both := self.repeated(data):

@@ -106,6 +106,10 @@ class Ratios(Figure):
             for rival, (x, gain) in self.of_rivals(data, chart).items():
                 yield f"At {x:.2g}%, {faster(gain, 'dakrun', rival)}."
 
+    def notes(self, scope: Scope) -> list[str]:
+        once = "Predicted uva reads each byte once; cuBLAS may read it again for each tile of X."
+        return [once] if scope.predict and "uva" in scope.rivals else []
+
     def of_rivals(self, data: FigureData, chart: Chart) -> dict[str, tuple[float, float]]:
         """(percent, factor) where the better transport gains most on each rival."""
         direct, staged = (data.times(chart, name) for name in TRANSPORTS)
