@@ -25,7 +25,7 @@ from dakrun.kernels.runtime import DTYPES
 from dakrun.launches import TierAccess
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.nn import SplitKGEMM, replace_linears
-from dakrun.nn import gemm as gemm_module
+from dakrun.nn import replace as replace_module
 
 RATIOS = (0.0, 0.1, 1.0)
 ACCESS = TierAccess(sms=8, window_bytes=256 * 1024)
@@ -250,7 +250,7 @@ def test_linears_that_somebody_has_changed_are_kept_and_named() -> None:
     assert all(type(linear) is nn.Linear for linear in model)
     assert torch.equal(model(x), wanted)
     known = set(vars(SplitKGEMM(8, 8))) - set(vars(nn.Linear(8, 8)))
-    assert known == set(gemm_module._OF_TIERS)
+    assert known == set(replace_module._OF_TIERS)
 
 
 def test_a_linear_alone_cannot_be_replaced() -> None:

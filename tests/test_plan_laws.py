@@ -34,8 +34,9 @@ from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
 from dakrun.plan.problem import Problem
 from dakrun.plan.show.json import overview_dict
+from dakrun.plan.show.op_tables import CHOICES, NEEDS, choice_rows, need_rows
 from dakrun.plan.show.overview import Overview
-from dakrun.plan.show.table import CHOICES, NEEDS, choice_rows, need_rows, summary_rows
+from dakrun.plan.show.table import summary_rows
 
 FREE = OpCosts(rows=(1,), seconds=(0.0,), efficiency=(1.0,))
 

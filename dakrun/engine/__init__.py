@@ -14,8 +14,8 @@ step.py has the tokens of a step; acceptance.py says which of its drafts count. 
 computes a step: graph_runner.py on the GPU's kernels, reference_runner.py in plain torch
 (reference_backend.py). On the GPU row_map.py has the rows of the batch, slot_sampling.py what
 chooses their tokens, step_graphs.py the CUDA graphs of decode_step.py and of verify_step.py (with
-slot_progress.py); prefill.py and cached_attention.py compute prompts, kernel_backend.py launches
-ops, and staging.py copies remote matrices ahead.
+slot_progress.py); prefill.py computes prompts with cached_attention.py and kv_writer.py,
+kernel_backend.py launches ops, and staging.py copies remote matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
 experts; on the GPU's kernels expert_copies.py copies them.
@@ -38,8 +38,9 @@ from dakrun.engine.engine import Engine
 from dakrun.engine.expert_copies import ExpertCopies
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
+from dakrun.engine.kv_writer import KVWriter
 from dakrun.engine.mask_writer import MaskWriter
-from dakrun.engine.prefill import KVWriter, Lengths, Prefill, causal_attention
+from dakrun.engine.prefill import Lengths, Prefill, causal_attention
 from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import gpu_errors

@@ -1,9 +1,9 @@
 """Torch modules for inference with operands partly in a remote tier, read in place.
 
-SplitKGEMM replaces nn.Linear (gemm.py), with the ratios of a plan if one is given (planned.py),
-SplitKExperts the experts of transformers' models (experts.py), SplitKFlashAttn is attention over a
-PartitionedKVCache (attention.py, kv_cache.py); huggingface.py uses the latter in models of
-transformers.
+SplitKGEMM replaces nn.Linear (gemm.py), in a whole model by replace.py, with the ratios of a plan
+if one is given (planned.py). SplitKExperts replaces the experts of transformers' models
+(experts.py), SplitKFlashAttn is attention over a PartitionedKVCache (attention.py, kv_cache.py);
+huggingface.py uses the latter in models of transformers.
 
 A model of transformers with a tenth of each weight in host memory, and its decode step in a CUDA
 graph:
@@ -35,8 +35,9 @@ graph:
 
 from dakrun.nn.attention import SplitKFlashAttn
 from dakrun.nn.experts import SplitKExperts, replace_experts
-from dakrun.nn.gemm import SplitKGEMM, replace_linears
+from dakrun.nn.gemm import SplitKGEMM
 from dakrun.nn.kv_cache import PartitionedKVCache
+from dakrun.nn.replace import replace_linears
 from dakrun.nn.tiers import profiled_access
 
 __all__ = [
