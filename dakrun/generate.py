@@ -60,6 +60,8 @@ class Counts:
     def summary(self, *, can_retry: bool = True) -> str:
         """One line for people; `can_retry` says whether --retry-failed may be given."""
         text = f"{counted(self.done, 'row')} done, {self.failed} failed, {self.skipped} skipped"
+        if not self.done + self.failed + self.skipped:
+            text += "; the input has no rows"
         if self.failed_before:
             text += f"; {self.failed_before} failed before"
             text += ", which --retry-failed runs again" if can_retry else ""

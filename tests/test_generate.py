@@ -61,6 +61,16 @@ def test_threads_wait_without_spinning(prompts: Path, tmp_path: Path) -> None:
     assert json.loads(report.read_text())["machine"]["threads"] == 2
 
 
+def test_a_file_without_rows_is_named(tmp_path: Path) -> None:
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n\n")
+    result = run(*base(source, out))
+    assert result.exit_code == 0 and out.read_bytes() == b""
+    assert result.stderr.endswith("0 rows done, 0 failed, 0 skipped; the input has no rows\n")
+    checked = CliRunner().invoke(main, ["validate", "-i", str(source)])
+    assert checked.exit_code == 0 and checked.stdout.startswith("there are no rows\n")
+
+
 def test_the_summary_has_eight_lines_and_verbose_the_rest(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

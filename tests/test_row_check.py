@@ -99,7 +99,7 @@ def test_standard_input_is_a_file_of_plan(source: Path) -> None:
     assert json.loads(piped.stdout) == json.loads(plan(str(source), "--json").stdout)
     assert "-: predicted " in plan("-", text="a prompt\n").stdout
     empty = plan("-", text="")
-    assert empty.exit_code == 2 and empty.stderr.startswith("error: -: no row can be run\n")
+    assert empty.exit_code == 2 and empty.stderr.startswith("error: -: has no rows\n")
     array = plan("-", text="[\n")
     assert array.exit_code == 2
     assert array.stderr.startswith("error: standard input: a JSON array, not one JSON object")

@@ -173,10 +173,11 @@ def _expected_run(
     """
     rules = model_rules(config, Path(model).expanduser(), max_model_len)
     expected, rows = check_source(source, params, rules)
+    if not rows.rows:
+        raise UsageError(f"{source}: has no rows", hint="give -i a file with prompts")
     if not expected.requests:
-        why = f": {rows}" if rows.lines else ""
         raise UsageError(
-            f"{source}: no row can be run{why}",
+            f"{source}: no row can be run: {rows}",
             hint="dakrun validate says what is wrong with each row",
         )
     return expected, rows

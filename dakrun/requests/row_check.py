@@ -103,6 +103,8 @@ class RowCheck:
     def __str__(self) -> str:
         of = f"{self.rows:,} row{'s' * (self.rows != 1)}"
         of = of if self.whole else f"the first {of}"
+        if not self.rows:
+            return "there are no rows"
         if not self.lines:
             return f"all of {of} can run"
         reasons = "; ".join(
