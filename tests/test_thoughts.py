@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from click.testing import CliRunner, Result
-from tiny_tokenizer import make_tokenizer_files
+from tiny_tokenizer import chat_tokenizer, make_tokenizer_files
 
 from dakrun import LLM
 from dakrun.cli import main
@@ -35,15 +35,8 @@ USER = {"role": "user", "content": "Is <think> a word?"}
 THINK = Markers("<think>", "</think>")
 
 
-def rules_of(
-    folder: Path, template: str, reasoning: str = "auto", special: Any = ()
-) -> PromptRules:
-    folder = make_tokenizer_files(folder, chat_template=template)
-    if special:
-        auto = transformers.AutoTokenizer.from_pretrained(folder)
-        auto.add_special_tokens({"extra_special_tokens": list(special)})
-        auto.save_pretrained(folder)
-    tokenizer = Tokenizer.load(folder, reasoning=reasoning)
+def rules_of(template: str, special: tuple[str, ...] = ()) -> PromptRules:
+    tokenizer = chat_tokenizer(template, special)
     return PromptRules(vocab_size=999, max_model_len=9999, max_positions=9999, tokenizer=tokenizer)
 
 
@@ -88,25 +81,24 @@ def body_of(found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     ],
 )
 def test_the_prompt_and_the_template_tell(
-    tmp_path: Path, template: str, body: dict[str, Any], thought: Thought | None
+    template: str, body: dict[str, Any], thought: Thought | None
 ) -> None:
-    assert parsed(rules_of(tmp_path, template), **body).reply.thought == thought
+    assert parsed(rules_of(template), **body).reply.thought == thought
 
 
 @pytest.mark.parametrize(
     ("content", "thought"),
     [("Yes", None), ("<think>Hm", Thought(THINK, True)), ("<think>Hm</think>Yes", None)],
 )
-def test_a_continued_message_may_be_within_a_thought(
-    tmp_path: Path, content: str, thought: Thought | None
-) -> None:
+def test_a_continued_message_may_be_within_a_thought(content: str, thought: Thought | None) -> None:
     last = {"role": "assistant", "content": content}
-    row = parsed(rules_of(tmp_path, R1), USER, last, continue_final_message=True)
+    row = parsed(rules_of(R1), USER, last, continue_final_message=True)
     assert row.reply.thought == thought
 
 
 def test_markers_may_be_given(tmp_path: Path) -> None:
-    assert rules_of(tmp_path, R1, "off").tokenizer.markers() is None  # type: ignore[union-attr]
+    folder = make_tokenizer_files(tmp_path, chat_template=R1)
+    assert Tokenizer.load(folder, reasoning="off").markers() is None
     assert markers_of("", "<a>,<b>") == Markers("<a>", "<b>")
     assert given_markers("auto") is given_markers("off") is None
     for wrong in ("", "<a>", "<a>,", ",<b>", "<a>,<a>", "a,b,c", None):
@@ -116,7 +108,7 @@ def test_markers_may_be_given(tmp_path: Path) -> None:
         LLM(MODEL, reasoning="on")
 
 
-@pytest.mark.parametrize("special", [(), THINK])
+@pytest.mark.parametrize("special", [(), tuple(THINK)])
 @pytest.mark.parametrize(
     ("template", "text", "reasoning", "content"),
     [
@@ -130,10 +122,10 @@ def test_markers_may_be_given(tmp_path: Path) -> None:
     ],
 )
 def test_a_thought_is_apart_from_the_content(
-    tmp_path: Path, special: Any, template: str, text: str, reasoning: str, content: str | None
+    special: Any, template: str, text: str, reasoning: str, content: str | None
 ) -> None:
     """Whether its markers are texts, or special tokens; the whole text has all but these."""
-    rules = rules_of(tmp_path, template, special=special)
+    rules = rules_of(template, special)
     found = answered(rules, text, "length")
     message, usage = body_of(found)
     assert message == {
@@ -151,22 +143,22 @@ def test_a_thought_is_apart_from_the_content(
         assert found.text == text
 
 
-def test_answers_without_a_thought_are_as_they_were(tmp_path: Path) -> None:
-    rules = rules_of(tmp_path, QWEN3)
+def test_answers_without_a_thought_are_as_they_were() -> None:
+    rules = rules_of(QWEN3)
     found = answered(rules, "\n Yes, </think> is one.")
     message, usage = body_of(found)
     assert found.answer is None and message == {"role": "assistant", "content": found.text}
     assert "completion_tokens_details" not in usage
 
 
-def test_stop_strings_are_not_searched_in_a_thought(tmp_path: Path) -> None:
-    rules = rules_of(tmp_path, QWEN3)
+def test_stop_strings_are_not_searched_in_a_thought() -> None:
+    rules = rules_of(QWEN3)
     text = "<think>one\n\ntwo\n</think>Well\n\nYes"
     found = answered(rules, text, stop=["\n\n", "o"])
     assert found.text == text.removesuffix("\n\nYes")
     assert body_of(found)[0]["content"] == "Well"
     assert answered(rules, " Well\n\nYes", stop="\n\n").text == " Well"
-    begun = rules_of(tmp_path / "r1", R1)
+    begun = rules_of(R1)
     assert answered(begun, "a\n\nb</think>\n\nc", stop="\n\n").text == "a\n\nb</think>"
     assert answered(begun, "a\n\nb", stop="\n\n").text == "a\n\nb"
 
@@ -186,8 +178,8 @@ def test_looking_for_a_thought_s_end_does_not_decode_all_of_it() -> None:
     assert decoded < 2000 * 100
 
 
-def test_calls_of_tools_are_searched_behind_the_thought(tmp_path: Path) -> None:
-    rules = rules_of(tmp_path, QWEN3 + "{{ tools | tojson }}<tool_call>")
+def test_calls_of_tools_are_searched_behind_the_thought() -> None:
+    rules = rules_of(QWEN3 + "{{ tools | tojson }}<tool_call>")
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     found = answered(rules, f"<think>{call}</think>\n{call}", tools=TOOLS)
     message, _ = body_of(found)
@@ -200,9 +192,10 @@ def test_calls_of_tools_are_searched_behind_the_thought(tmp_path: Path) -> None:
 
 
 def test_thoughts_of_earlier_answers_reach_the_template(tmp_path: Path) -> None:
-    rules = rules_of(tmp_path, QWEN3)
+    rules = rules_of(QWEN3)
     message, _ = body_of(answered(rules, "<think>Hm</think>Yes"))
-    auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    folder = make_tokenizer_files(tmp_path, chat_template=QWEN3)
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
     for past in (message, {"role": "assistant", "content": "Yes", "reasoning": "Hm"}):
         text = auto.apply_chat_template(
             [USER, past, USER], tokenize=False, add_generation_prompt=True
@@ -211,8 +204,8 @@ def test_thoughts_of_earlier_answers_reach_the_template(tmp_path: Path) -> None:
         assert parsed(rules, USER, past, USER).prompt_ids == tuple(auto.encode(text)[1:])
 
 
-def test_choices_count_their_thoughts_together(tmp_path: Path) -> None:
-    rules = rules_of(tmp_path, QWEN3)
+def test_choices_count_their_thoughts_together() -> None:
+    rules = rules_of(QWEN3)
     one, two = (answered(rules, text) for text in ("<think>a</think>b", "b"))
     two = replace(two, reply=replace(two.reply, choice=1))
     usage = json.loads(result_line(replace(one, further=(two,))))["response"]["body"]["usage"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tiny_tokenizer import BYTES, SPECIAL, make_tokenizer_files
+from tiny_tokenizer import BYTES, SPECIAL, chat_tokenizer, make_tokenizer_files
 
 from dakrun.errors import CannotRun, UsageError
 from dakrun.requests import PromptRules, StopStrings, Tokenizer, chat_template
@@ -322,9 +322,9 @@ TEXT_PARTS = [{"type": "text", "text": "hi"}, {"type": "text", "text": "b"}]
     ],
 )
 def test_content_has_the_form_that_the_template_uses(
-    tmp_path: Path, template: str, content: object, text: str
+    template: str, content: object, text: str
 ) -> None:
-    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=template))
+    chatty = chat_tokenizer(template)
     assert chatty.decode(chatty.chat([{"role": "user", "content": content}])) == text
 
 
@@ -369,10 +369,10 @@ THOUGHTS = "{% for m in messages %}{{ m['content'].split('</think>')[-1] | trim 
     ],
 )
 def test_a_message_that_a_template_loses_is_an_error(
-    tmp_path: Path, template: str, chat: list[tuple[str, str]], lost: int | None
+    template: str, chat: list[tuple[str, str]], lost: int | None
 ) -> None:
     """Unless it is an assistant's; parts of messages may be lost."""
-    chatty = Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=template))
+    chatty = chat_tokenizer(template)
     messages = [{"role": role, "content": text} for role, text in chat]
     if lost is None:
         assert chatty.chat(messages)

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from click.testing import CliRunner, Result
 from result_rows import completion
-from tiny_tokenizer import make_tokenizer_files
+from tiny_tokenizer import chat_tokenizer, make_tokenizer_files
 
 from dakrun.cli import main
 from dakrun.config import SamplingParams
@@ -170,10 +170,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tokenizer_files(made, chat_template=TEMPLATES[request.param])
 
 
-def rules_of(folder: Path) -> PromptRules:
-    return PromptRules(
-        vocab_size=999, max_model_len=9999, max_positions=9999, tokenizer=Tokenizer.load(folder)
-    )
+def rules_of(tokenizer: Tokenizer) -> PromptRules:
+    return PromptRules(vocab_size=999, max_model_len=9999, max_positions=9999, tokenizer=tokenizer)
 
 
 def batch(rules: PromptRules, **body: Any) -> Any:
@@ -200,7 +198,7 @@ def with_dicts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_prompts_are_those_of_transformers(folder: Path) -> None:
-    rules = rules_of(folder)
+    rules = rules_of(Tokenizer.load(folder))
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     texts = set()
     for messages in CHATS.values():
@@ -231,7 +229,7 @@ def test_the_template_for_tools(tmp_path: Path) -> None:
             "template": "{{ messages[0].content }}{{ tools | tojson }}<tool_call>",
         },
     ]
-    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=templates))
+    rules = rules_of(Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=templates)))
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for tools in (None, TOOLS):
         wanted = auto.apply_chat_template([USER], tools=tools, tokenize=False)
@@ -240,11 +238,11 @@ def test_the_template_for_tools(tmp_path: Path) -> None:
         assert row.reply.call_format == ("hermes" if tools else None)
 
 
-def test_keywords_that_transformers_takes_for_its_own_are_refused(tmp_path: Path) -> None:
+def test_keywords_that_transformers_takes_for_its_own_are_refused() -> None:
     signature = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template)
     own = set(signature.parameters) - {"self", "documents", "kwargs"}
     assert own <= set(RESERVED)
-    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=QWEN3))
+    rules = rules_of(chat_tokenizer(QWEN3))
     for name in RESERVED:
         with pytest.raises(BadRow, match=f"chat_template_kwargs has '{name}', which it may not"):
             native(rules, messages=[USER], chat_template_kwargs={name: True})
@@ -287,18 +285,16 @@ def call_with(arguments: object) -> list[dict[str, Any]]:
         ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "invalid_field", "need messages"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_the_row_s_error(
-    tmp_path: Path, fields: dict[str, Any], code: str, message: str
-) -> None:
-    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=QWEN3))
+def test_what_is_wrong_is_the_row_s_error(fields: dict[str, Any], code: str, message: str) -> None:
+    rules = rules_of(chat_tokenizer(QWEN3))
     with pytest.raises(BadRow, match=message) as caught:
         native(rules, **fields)
     assert caught.value.code == code
 
 
-def test_tools_and_messages_of_tools_are_not_lost(tmp_path: Path) -> None:
+def test_tools_and_messages_of_tools_are_not_lost() -> None:
     plain = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
-    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=plain))
+    rules = rules_of(chat_tokenizer(plain))
     named = [{"role": "user", "content": "weather now"}]  # as the tools are
     for _ in range(2):  # the second time by what was found before
         with pytest.raises(BadRow, match="the text has nothing of the tools"):
@@ -310,7 +306,7 @@ def test_tools_and_messages_of_tools_are_not_lost(tmp_path: Path) -> None:
 def test_a_template_is_probed_once_for_chats_of_a_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=QWEN3))
+    rules = rules_of(Tokenizer.load(make_tokenizer_files(tmp_path, chat_template=QWEN3)))
     render, rendered = ChatTemplate.render, []
 
     def count(self: ChatTemplate, *given: Any) -> str:
@@ -409,13 +405,9 @@ def test_a_template_of_another_family_has_no_known_format() -> None:
 
 
 @pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> PromptRules:
+def caller() -> PromptRules:
     """A tokenizer to which the tokens of calls are special, as to that of Hermes."""
-    folder = make_tokenizer_files(tmp_path_factory.mktemp("calls"), chat_template=HERMES)
-    auto = transformers.AutoTokenizer.from_pretrained(folder)
-    auto.add_special_tokens({"extra_special_tokens": ["<tool_call>", "</tool_call>"]})
-    auto.save_pretrained(folder)
-    return rules_of(folder)
+    return rules_of(chat_tokenizer(HERMES, ("<tool_call>", "</tool_call>")))
 
 
 def answered(rules: PromptRules, text: str, reason: Any = "stop", **fields: Any) -> Any:
@@ -473,17 +465,12 @@ ARGS = MISTRAL + "{# [TOOL_CALLS]name[ARGS]{...} #}"
     ],
 )  # fmt: skip
 def test_a_call_may_be_required(
-    tmp_path: Path, template: str, one: str, several: str | None, special: bool
+    template: str, one: str, several: str | None, special: bool
 ) -> None:
-    folder = make_tokenizer_files(tmp_path, chat_template=template)
-    if special:
-        auto = transformers.AutoTokenizer.from_pretrained(folder)
-        marks = [*CALL_TOKENS["hermes"], *CALL_TOKENS["mistral"]]
-        auto.add_special_tokens({"extra_special_tokens": marks})
-        auto.save_pretrained(folder)
-    tokenizer = Tokenizer.load(folder)
+    marks = (*CALL_TOKENS["hermes"], *CALL_TOKENS["mistral"])
+    tokenizer = chat_tokenizer(template, marks if special else ())
     grammars = Grammars(tokenizer.as_json, 999, [2])
-    rules = PromptRules(vocab_size=999, max_model_len=9999, max_positions=9999, tokenizer=tokenizer)
+    rules = rules_of(tokenizer)
 
     def allows(text: str | None, choice: Any, **fields: Any) -> bool:
         """Whether the text, which has calls that can be read, may be the whole answer."""
@@ -505,9 +492,8 @@ def test_a_call_may_be_required(
     assert not allows(wrong, "required"), "the arguments follow the function's schema"
 
 
-def test_a_call_cannot_be_required_in_an_unknown_format(tmp_path: Path) -> None:
-    template = "{{ messages[0].content }}{{ tools | tojson }}"
-    rules = rules_of(make_tokenizer_files(tmp_path, chat_template=template))
+def test_a_call_cannot_be_required_in_an_unknown_format() -> None:
+    rules = rules_of(chat_tokenizer("{{ messages[0].content }}{{ tools | tojson }}"))
     with pytest.raises(BadRow, match="whose format in the chat template is not known"):
         native(rules, messages=[USER], tools=TOOLS, tool_choice="required")
 

@@ -1,9 +1,14 @@
 """A tiny byte-level tokenizer, in the files that OPT checkpoints have."""
 
+import functools
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import transformers
 from tokenizers.pre_tokenizers import ByteLevel
+
+from dakrun.requests import Tokenizer
 
 BYTES = sorted(ByteLevel.alphabet())
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -28,3 +33,18 @@ def make_tokenizer_files(directory: Path, **config: object) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "config.json").write_text(json.dumps({"model_type": "opt"}))
     return directory
+
+
+@functools.cache
+def chat_tokenizer(template: str, special: tuple[str, ...] = ()) -> Tokenizer:
+    """The tokenizer with a chat template and more special tokens.
+
+    Tests share it: the process that renders its chats takes most of a second to start.
+    """
+    with TemporaryDirectory() as name:
+        folder = make_tokenizer_files(Path(name), chat_template=template)
+        if special:
+            auto = transformers.AutoTokenizer.from_pretrained(folder)
+            auto.add_special_tokens({"extra_special_tokens": list(special)})
+            auto.save_pretrained(folder)
+        return Tokenizer.load(folder)
