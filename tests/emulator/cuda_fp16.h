@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -14,6 +13,7 @@
 #define __align__(n) alignas(n)
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define ALWAYS_INLINE __attribute__((always_inline)) inline  // into functions of other checks too
 #define __CUDA_ARCH__ 900
 
 struct float2 {
@@ -44,24 +44,27 @@ inline float nearest(float value, int mantissa, int min_exponent, int max_expone
                                                               : rounded;
 }
 
+ALWAYS_INLINE uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+ALWAYS_INLINE float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
 struct __half {
   uint16_t bits;
 };
 
-inline const std::vector<float> values_of_half = [] {  // by its bits
-  std::vector<float> all(1 << 16);
-  for (int bits = 0; bits < 1 << 16; bits++) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    float value = std::ldexp(static_cast<float>(exponent ? fraction | 1024 : fraction),
-                             std::max(exponent, 1) - 25);
-    if (exponent == 31) value = fraction ? NAN : INFINITY;
-    all[bits] = bits >> 15 ? -value : value;
-  }
-  return all;
-}();
-
-inline float __half2float(__half half) {
-  return values_of_half[half.bits];
+ALWAYS_INLINE float __half2float(__half half) {
+  // As a float's, its exponent is too small by 112, but for those of infinities and NaN.
+  const uint32_t size = (half.bits & 0x7fffu) << 13;
+  const float value = __uint_as_float(size) * 0x1p112f;
+  const uint32_t bits = size < 31u << 23 ? __float_as_uint(value) : size | 0xffu << 23;
+  return __uint_as_float(bits | (half.bits & 0x8000u) << 16);
 }
 
 inline __half __ushort_as_half(uint16_t bits) {
@@ -86,7 +89,7 @@ struct __nv_bfloat16 {
   uint16_t bits;
 };
 
-inline float __bfloat162float(__nv_bfloat16 value) {
+ALWAYS_INLINE float __bfloat162float(__nv_bfloat16 value) {
   const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
   float result;
   std::memcpy(&result, &bits, 4);
@@ -100,16 +103,6 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-inline uint32_t __float_as_uint(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-inline float __uint_as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
 inline float __expf(float x) {
   return std::exp(x);
 }

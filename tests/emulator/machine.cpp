@@ -1,6 +1,7 @@
 // machine.cuh's functions, compiled once for all kernels.
 #include "machine.cuh"
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -17,10 +18,17 @@ std::multimap<uint64_t, std::function<void()>>
 std::mt19937 random;
 std::string problem;
 std::function<void()> body;
+std::vector<char> asleep;  // of all fibers
 
 // Let a copy land after some turns; some copies are slow.
 void launch(std::function<void()> land) {
   copies.emplace(turn + (random() % 8 ? random() % 8 : random() % 2000), std::move(land));
+}
+
+// The first fiber from `from` on that is not asleep, or `end` if there is none before that.
+size_t awake_from(size_t from, size_t end) {
+  const void* const found = std::memchr(asleep.data() + from, false, end - from);
+  return found != nullptr ? static_cast<const char*>(found) - asleep.data() : end;
 }
 
 void enter() {
@@ -32,7 +40,7 @@ void enter() {
   if (cta->running->products.size() + cta->running->groups.size()) {
     fail("products are in flight at the end");
   }
-  cta->running->done = true;
+  cta->running->done = *cta->running->asleep = true;
   cta->running->context.leave();
 }
 
@@ -52,11 +60,22 @@ void fail(const std::string& found) {
   if (problem.empty()) problem = found;
 }
 
-void wait(std::function<bool()> ready) {
-  if (ready() && random() % 4) return;
+void wait(std::function<bool()> ready, Waiters* waiters) {
+  const bool is_ready = ready();
+  if (is_ready && random() % 4) return;
   Fiber* const self = cta->running;
   self->ready = std::move(ready);
+  if (waiters != nullptr && !is_ready) {
+    waiters->push_back(self);
+    *self->asleep = true;
+  }
   self->context.leave();
+}
+
+void wake(Waiters& waiters) {
+  for (const Fiber* const fiber : waiters)
+    *fiber->asleep = false;
+  waiters.clear();
 }
 
 void check(uint32_t address, size_t bytes, const Cta& of) {
@@ -77,6 +96,7 @@ void settle(Barrier& barrier) {
   if (barrier.pending == 0 && barrier.bytes == 0) {
     barrier.phase++;
     barrier.pending = barrier.arrivals;
+    wake(barrier.waiters);
   }
 }
 
@@ -119,6 +139,7 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
   copies.clear();
   problem.clear();
   random.seed(seed);
+  asleep.assign(indices.size() * threads, false);
   body = std::move(kernel);
   for (const uint32_t index : indices) {
     Cta& block = *ctas.emplace_back(std::make_unique<Cta>());
@@ -141,6 +162,7 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
     block.fibers.resize(threads);
     for (int i = 0; i < threads; i++) {
       Fiber& fiber = block.fibers[i];
+      fiber.asleep = &asleep[fibers.size()];
       fibers.push_back(&fiber);
       fiber.cta = &block;
       fiber.waited_for_dependencies = complete;
@@ -149,37 +171,33 @@ std::string run(const std::vector<uint32_t>& indices, int cluster, int threads,
       fiber.context.start(enter);
     }
   }
-  for (size_t left = fibers.size(); left > 0 && problem.empty();) {
-    bool moved = false;
-    const size_t first = random() % fibers.size();
-    for (size_t i = 0; i < fibers.size() && problem.empty(); i++) {
-      Fiber& fiber = *fibers[(first + i) % fibers.size()];
-      if (fiber.done) continue;
-      cta = fiber.cta;
-      if (!fiber.ready() || random() % 8 == 0) continue;
-      moved = true;
-      cta->running = &fiber;
-      in_fiber = true;
-      fiber.context.resume();
-      in_fiber = false;
-      if (!fiber.done) continue;
-      left--;
-      cta->left--;
-      cta->cluster->threads--;
-      if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;
-      cta->cluster->settle();
+  for (size_t left = fibers.size(); left > 0 && problem.empty(); turn++) {
+    bool all_wait = true;
+    const size_t none = 0, first = random() % fibers.size();
+    for (const auto& [begin, end] : {std::pair(first, fibers.size()), std::pair(none, first)}) {
+      for (size_t i = awake_from(begin, end); i < end && problem.empty();
+           i = awake_from(i + 1, end)) {
+        Fiber& fiber = *fibers[i];
+        cta = fiber.cta;
+        if (!fiber.ready()) continue;
+        all_wait = false;
+        if (random() % 8 == 0) continue;
+        cta->running = &fiber;
+        in_fiber = true;
+        fiber.context.resume();
+        in_fiber = false;
+        if (!fiber.done) continue;
+        left--;
+        cta->left--;
+        cta->cluster->threads--;
+        if (fiber.cluster_phase == cta->cluster->phase) cta->cluster->arrived--;
+        cta->cluster->settle();
+      }
     }
+    if (all_wait && copies.empty()) fail("deadlock: all threads wait");
+    if (all_wait && !copies.empty()) turn = std::max(turn, copies.begin()->first);
     for (; !copies.empty() && copies.begin()->first <= turn; copies.erase(copies.begin()))
       copies.begin()->second();
-    turn++;
-    if (!moved && copies.empty()) {
-      bool stuck = true;  // unless a fiber that is ready was skipped at random
-      for (Fiber* const fiber : fibers) {
-        cta = fiber->cta;
-        stuck &= fiber->done || !fiber->ready();
-      }
-      if (stuck) fail("deadlock: all threads wait");
-    }
   }
   bool waits = pdl, stored_early = false;
   for (const Fiber* const fiber : fibers) {

@@ -19,6 +19,9 @@
 
 #include "fiber.cuh"
 
+// A function whose stores are the emulator's own, which stores.cpp need not see.
+#define UNSEEN __attribute__((no_sanitize("kernel-address")))
+
 namespace emulator {
 
 constexpr uint32_t kStatic = 1 << 20;  // address of shared arrays of fixed size
@@ -30,6 +33,8 @@ constexpr int kWarp = 32;
 constexpr uint32_t kChunk = 16;  // bytes of shared memory whose last writer is kept
 
 struct Cta;
+struct Fiber;
+using Waiters = std::vector<Fiber*>;  // not asked again until what they wait for has changed
 
 // Asynchronous operations of a thread: the number in flight of each group.
 struct Groups {
@@ -47,10 +52,10 @@ struct Groups {
   }
 };
 
-struct Fiber {
-  Context context;
-  Cta* cta;
+struct Fiber {  // what the scheduler asks of those that wait comes first, in one cache line
   std::function<bool()> ready;  // whether its wait is over
+  Cta* cta;
+  char* asleep;  // whether the scheduler passes it over: it is among waiters, or done
   uint32_t thread;
   bool done = false, waited_for_dependencies = false;
   bool stored_early = false;                    // to global memory, before it had waited
@@ -59,11 +64,18 @@ struct Fiber {
   std::deque<std::vector<std::function<void()>>> groups;
   std::vector<uint32_t> unfenced;  // chunks of shared memory it has written since its last fence
   Groups copies, stores;  // cp.async to shared memory; bulk stores from there
+  Context context;
 };
 
 struct Barrier {
   int arrivals = 0, pending = 0, phase = 0;
   int64_t bytes = 0;
+  Waiters waiters = {};
+};
+
+struct NamedBarrier {
+  int arrived = 0, phase = 0;
+  Waiters waiters;
 };
 
 // Lanes of a warp that have reached a warp-wide instruction.
@@ -71,17 +83,22 @@ struct WarpSync {
   int arrived = 0, left = 0;
   const void* given[kWarp];
   void* taken[kWarp];
+  Waiters waiters;
 };
+
+void wake(Waiters& waiters);
 
 // CTAs of a cluster, and the threads that have arrived at its barrier.
 struct Cluster {
   std::vector<Cta*> ctas;
   int arrived = 0, threads = 0, phase = 0;
+  Waiters waiters;
 
   void settle() {
     if (arrived < threads || threads == 0) return;
     arrived = 0;
     phase++;
+    wake(waiters);
   }
 };
 
@@ -95,7 +112,7 @@ struct Cta {
   std::vector<Fiber> fibers;
   Fiber* running = nullptr;
   std::map<uint32_t, Barrier> barriers;
-  std::map<int, std::pair<int, int>> named;  // arrived, phase
+  std::map<int, NamedBarrier> named;
   std::vector<WarpSync> warps;
   std::vector<uint8_t> fixed;            // shared arrays of fixed size
   std::map<const void*, size_t> places;  // by the key of their declaration
@@ -125,8 +142,8 @@ Array& fixed(const void* key) {
 }
 // End the run with a message, unless it has one.
 void fail(const std::string& found);
-// Let the running fiber wait until `ready`.
-void wait(std::function<bool()> ready);
+// Let the running fiber wait until `ready`, which only one who wakes `waiters` changes, if given.
+void wait(std::function<bool()> ready, Waiters* waiters = nullptr);
 // Raise an error, unless `bytes` at `address` are shared memory.
 void check(uint32_t address, size_t bytes, const Cta& of);
 // A CTA of the running cluster.
@@ -142,11 +159,12 @@ inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
 
 // Called by all lanes of a warp; the last to arrive computes the results of all.
 template <class Given, class Taken, class Function>
-Taken together(const Given& given, Function compute) {
+UNSEEN Taken together(const Given& given, Function compute) {
   const uint32_t thread = cta->running->thread;
   WarpSync& sync = cta->warps[thread / kWarp];
   Taken taken;
-  wait([&sync] { return sync.left == 0; });  // all lanes have left the previous instruction
+  // All lanes must have left the previous instruction.
+  wait([&sync] { return sync.left == 0; }, &sync.waiters);
   sync.given[thread % kWarp] = &given;
   sync.taken[thread % kWarp] = &taken;
   if (++sync.arrived == kWarp) {
@@ -154,10 +172,11 @@ Taken together(const Given& given, Function compute) {
             reinterpret_cast<Taken* const*>(sync.taken));
     sync.left = kWarp;
     sync.arrived = 0;
+    wake(sync.waiters);
   } else {
-    wait([&sync] { return sync.left > 0; });
+    wait([&sync] { return sync.left > 0; }, &sync.waiters);
   }
-  sync.left--;
+  if (--sync.left == 0) wake(sync.waiters);
   return taken;
 }
 

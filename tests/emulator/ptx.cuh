@@ -86,8 +86,9 @@ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
 }
 
 inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-  const emulator::Barrier& found = cta->barriers.at(barrier);
-  emulator::wait([&found, parity] { return static_cast<uint32_t>(found.phase & 1) != parity; });
+  emulator::Barrier& found = cta->barriers.at(barrier);
+  emulator::wait([&found, parity] { return static_cast<uint32_t>(found.phase & 1) != parity; },
+                 &found.waiters);
   return true;
 }
 
@@ -305,9 +306,9 @@ inline void cluster_arrive_relaxed() {
 }
 
 inline void cluster_wait() {
-  const emulator::Cluster& cluster = *cta->cluster;
+  emulator::Cluster& cluster = *cta->cluster;
   const int phase = cta->running->cluster_phase;
-  emulator::wait([&cluster, phase] { return cluster.phase != phase; });
+  emulator::wait([&cluster, phase] { return cluster.phase != phase; }, &cluster.waiters);
 }
 
 inline int atomic_add_acq_rel(int* to, int value) {
@@ -344,17 +345,18 @@ template <int registers>
 void setmaxnreg_inc() {}
 
 inline void named_barrier_arrive(int number, int threads) {
-  auto& [arrived, phase] = cta->named[number];
-  if (++arrived < threads) return;
-  arrived = 0;
-  phase++;
+  emulator::NamedBarrier& barrier = cta->named[number];
+  if (++barrier.arrived < threads) return;
+  barrier.arrived = 0;
+  barrier.phase++;
+  emulator::wake(barrier.waiters);
 }
 
 inline void named_barrier_sync(int number, int threads) {
-  const int& phase = cta->named[number].second;
-  const int mine = phase;
+  emulator::NamedBarrier& barrier = cta->named[number];
+  const int phase = barrier.phase;
   named_barrier_arrive(number, threads);
-  emulator::wait([&phase, mine] { return phase != mine; });
+  emulator::wait([&barrier, phase] { return barrier.phase != phase; }, &barrier.waiters);
 }
 
 }  // namespace ptx

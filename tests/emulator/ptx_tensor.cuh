@@ -12,14 +12,17 @@ inline void load_matrices(uint32_t (&fragment)[4], uint32_t address, bool transp
     uint16_t elements[4][2];
   };
   const Taken taken = emulator::together<uint32_t, Taken>(
-      address, [transposed](const uint32_t* const* given, Taken* const* lanes) {
-        for (int number = 0; number < 4 * emulator::kWarp * 2; number++) {
-          const int matrix = number / 64, lane = number / 2 % 32, i = number % 2;
-          const int row = transposed ? lane % 4 * 2 + i : lane / 4;
-          const int col = transposed ? lane / 4 : lane % 4 * 2 + i;
-          const uint32_t from = *given[8 * matrix + row];
+      address, [transposed](const uint32_t* const* given, Taken* const* lanes) UNSEEN {
+        for (int number = 0; number < emulator::kWarp; number++) {
+          const int matrix = number / 8, row = number % 8;
+          const uint32_t from = *given[number];
           if (from % 16) emulator::fail("a row of a matrix is not aligned to 16 bytes");
-          std::memcpy(&lanes[lane]->elements[matrix][i], emulator::at(from, 16) + 2 * col, 2);
+          uint16_t elements[8];
+          std::memcpy(elements, emulator::at(from, sizeof elements), sizeof elements);
+          for (int col = 0; col < 8; col++) {
+            const int first = transposed ? col : row, second = transposed ? row : col;
+            lanes[4 * first + second / 2]->elements[matrix][second % 2] = elements[col];
+          }
         }
       });
   std::memcpy(fragment, taken.elements, sizeof fragment);
@@ -75,10 +78,10 @@ inline uint32_t movmatrix_trans(uint32_t fragment) {
       });
 }
 
-inline float to_float(uint16_t bits, __half) {
+ALWAYS_INLINE float to_float(uint16_t bits, __half) {
   return __half2float({bits});
 }
-inline float to_float(uint16_t bits, __nv_bfloat16) {
+ALWAYS_INLINE float to_float(uint16_t bits, __nv_bfloat16) {
   return __bfloat162float({bits});
 }
 inline uint16_t to_bits(float value, __half) {
@@ -99,31 +102,34 @@ void mma(float2& top, float2& bottom, const uint32_t (&a)[4], uint32_t b0, uint3
     float sums[4];
   };
   const Given own = {{top.x, top.y, bottom.x, bottom.y}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
-  const Taken taken =
-      emulator::together<Given, Taken>(own, [](const Given* const* given, Taken* const* lanes) {
-        float w[16][16], x[16][8];
-        auto half = [](uint32_t word, int upper) {
+  const Taken taken = emulator::together<Given, Taken>(
+      own, [](const Given* const* given, Taken* const* lanes) UNSEEN {
+        typedef float Row __attribute__((vector_size(32)));  // of eight columns
+        float w[16][16];
+        Row x[16];
+        const auto half_of = [](uint32_t word, int upper) {
           return to_float(static_cast<uint16_t>(word >> 16 * upper), Element());
         };
         for (int lane = 0; lane < emulator::kWarp; lane++) {
           const int g = lane / 4, t = lane % 4;
           for (int i = 0; i < 2; i++) {
             for (int part = 0; part < 4; part++) {
-              w[g + part % 2 * 8][2 * t + i + part / 2 * 8] = half(given[lane]->a[part], i);
+              w[g + part % 2 * 8][2 * t + i + part / 2 * 8] = half_of(given[lane]->a[part], i);
             }
             for (int part = 0; part < 2; part++) {
-              x[2 * t + i + part * 8][g] = half(given[lane]->b[part], i);
+              x[2 * t + i + part * 8][g] = half_of(given[lane]->b[part], i);
             }
           }
         }
-        for (int lane = 0; lane < emulator::kWarp; lane++) {
-          for (int i = 0; i < 4; i++) {
-            const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-            float sum = given[lane]->sums[i];
-            for (int k = 0; k < 16; k++)
-              sum += w[row][k] * x[k][col];
-            lanes[lane]->sums[i] = sum;
-          }
+        for (int row = 0; row < 16; row++) {
+          const int lane = row % 8 * 4, first = row / 8 * 2;  // its first lane, and its sums there
+          Row sums;
+          for (int col = 0; col < 8; col++)
+            sums[col] = given[lane + col / 2]->sums[first + col % 2];
+          for (int k = 0; k < 16; k++)
+            sums += w[row][k] * x[k];
+          for (int col = 0; col < 8; col++)
+            lanes[lane + col / 2]->sums[first + col % 2] = sums[col];
         }
       });
   top = {taken.sums[0], taken.sums[1]};

@@ -54,51 +54,67 @@ void wgmma_wait_for(const Sums&) {
 }
 inline void compute_now(float, float, uint32_t) {}
 
-// Element at an address before swizzling.
-template <class Element>
-float element_at(uint32_t flat, Element of) {
-  uint16_t bits;
+// Elements that lie together at an address before swizzling, in one of the chunks that it moves.
+template <int count, class Element>
+UNSEEN void elements_at(uint32_t flat, float* elements, Element of) {
+  uint16_t bits[count];
   const uint32_t address = flat ^ (flat >> 7 & 7) << 4;
-  std::memcpy(&bits, emulator::at(address, 2), 2);
-  if (cta->writers[address / emulator::kChunk]) emulator::touch_async(*cta, address, 2);
-  return to_float(bits, of);
+  std::memcpy(bits, emulator::at(address, sizeof bits), sizeof bits);
+  if (cta->writers[address / emulator::kChunk]) emulator::touch_async(*cta, address, sizeof bits);
+  for (int i = 0; i < count; i++)
+    elements[i] = to_float(bits[i], of);
 }
 
-// Element [row][k] of the swizzled matrix of a descriptor.
+// Elements [row][0 to 15] of the swizzled matrix of a descriptor.
 template <class Element>
-float element(uint64_t descriptor, int row, int k, Element of) {
-  return element_at(static_cast<uint32_t>(descriptor << 4) + row * 128 + 2 * k, of);
+UNSEEN void row_of(uint64_t descriptor, int row, float (&elements)[16], Element of) {
+  const uint32_t flat = static_cast<uint32_t>(descriptor << 4) + row * 128;
+  elements_at<8>(flat, elements, of);
+  elements_at<8>(flat + 16, elements + 8, of);
 }
 
-// Element [k][col] of the swizzled panels of a transposed descriptor.
+// Add products with two columns of B, of which `b` has the elements of a k together.
+UNSEEN inline void add_products(float2* sums, const float (&rows)[2][16], const float (&b)[16][2]) {
+  for (int k = 0; k < 16; k++) {
+    for (int j = 0; j < 2; j++)
+      sums[j].x += rows[j][k] * b[k][0], sums[j].y += rows[j][k] * b[k][1];
+  }
+}
+
+// Columns `col` and `col` + 1 of B, whose columns are the rows of a descriptor's matrix.
 template <class Element>
-float element_trans(uint64_t descriptor, int k, int col, Element of) {
+UNSEEN void columns_of(uint64_t descriptor, int col, float (&b)[16][2], Element of) {
+  float columns[2][16];
+  row_of(descriptor, col, columns[0], of);
+  row_of(descriptor, col + 1, columns[1], of);
+  for (int k = 0; k < 16; k++)
+    b[k][0] = columns[0][k], b[k][1] = columns[1][k];
+}
+
+// Columns `col`, which is even, and `col` + 1 of the swizzled panels of a transposed descriptor.
+template <class Element>
+UNSEEN void columns_of_trans(uint64_t descriptor, int col, float (&b)[16][2], Element of) {
   const uint32_t panel = static_cast<uint32_t>(descriptor >> 32);
-  const uint32_t flat = static_cast<uint32_t>(descriptor << 4) + col / 64 * panel + k * 128;
-  return element_at(flat + 2 * (col % 64), of);
+  const uint32_t flat = static_cast<uint32_t>(descriptor << 4) + col / 64 * panel + 2 * (col % 64);
+  for (int k = 0; k < 16; k++)
+    elements_at<2>(flat + k * 128, b[k], of);
 }
 
 template <int size, class Element>
 void wgmma(float2 (&sums)[size], uint64_t a, uint64_t b, Element of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
-  cta->running->products.push_back([&sums, a, b, of, warp, g, t] {
-    float rows[2][16];
-    for (int k = 0; k < 16; k++) {
-      for (int i = 0; i < 2; i++)
-        rows[i][k] = element(a, 16 * warp + g + 8 * i, k, of);
-    }
+  cta->running->products.push_back([&sums, a, b, of, warp, g, t]() UNSEEN {
+    float rows[2][16], columns[16][2];
+    for (int i = 0; i < 2; i++)
+      row_of(a, 16 * warp + g + 8 * i, rows[i], of);
     for (int i = 0; i < size; i += 2) {
-      for (int k = 0; k < 16; k++) {
-        const int col = i / 2 * 8 + 2 * t;
-        const float x = element(b, col, k, of), y = element(b, col + 1, k, of);
-        for (int j = 0; j < 2; j++)
-          sums[i + j].x += rows[j][k] * x, sums[i + j].y += rows[j][k] * y;
-      }
+      columns_of(b, i / 2 * 8 + 2 * t, columns, of);
+      add_products(&sums[i], rows, columns);
     }
   });
 }
 
-// With A in registers, which are read when the thread waits. `b_of(k, col)` is an element of B.
+// With A in registers, which are read when the thread waits. `b_of` reads two columns of B.
 template <int size, class Element, class Function>
 void multiply_registers(float2 (&sums)[size], const uint32_t (&a)[4], bool adds, Element of,
                         Function b_of) {
@@ -113,8 +129,8 @@ void multiply_registers(float2 (&sums)[size], const uint32_t (&a)[4], bool adds,
         }
       });
   const int t = threadIdx.x % 4;
-  cta->running->products.push_back([&sums, quad, adds, of, b_of, t] {
-    float rows[2][16];
+  cta->running->products.push_back([&sums, quad, adds, of, b_of, t]() UNSEEN {
+    float rows[2][16], columns[16][2];
     for (int k = 0; k < 16; k++) {
       for (int i = 0; i < 2; i++) {
         const uint32_t word = quad.of[k % 8 / 2][k / 8 * 2 + i];
@@ -124,25 +140,24 @@ void multiply_registers(float2 (&sums)[size], const uint32_t (&a)[4], bool adds,
     for (int i = 0; i < size; i += 2) {
       for (int j = 0; j < 2 && !adds; j++)
         sums[i + j] = {0.0f, 0.0f};
-      for (int k = 0; k < 16; k++) {
-        const int col = i / 2 * 8 + 2 * t;
-        const float x = b_of(k, col), y = b_of(k, col + 1);
-        for (int j = 0; j < 2; j++)
-          sums[i + j].x += rows[j][k] * x, sums[i + j].y += rows[j][k] * y;
-      }
+      b_of(i / 2 * 8 + 2 * t, columns);
+      add_products(&sums[i], rows, columns);
     }
   });
 }
 
 template <int size, class Element>
 void wgmma(float2 (&sums)[size], const uint32_t (&a)[4], uint64_t b, bool adds, Element of) {
-  multiply_registers(sums, a, adds, of, [b, of](int k, int col) { return element(b, col, k, of); });
+  multiply_registers(sums, a, adds, of, [b, of](int col, float (&columns)[16][2]) {
+    columns_of(b, col, columns, of);
+  });
 }
 
 template <int size, class Element>
 void wgmma_trans(float2 (&sums)[size], const uint32_t (&a)[4], uint64_t b, Element of) {
-  multiply_registers(sums, a, true, of,
-                     [b, of](int k, int col) { return element_trans(b, k, col, of); });
+  multiply_registers(sums, a, true, of, [b, of](int col, float (&columns)[16][2]) {
+    columns_of_trans(b, col, columns, of);
+  });
 }
 
 }  // namespace ptx
