@@ -149,11 +149,11 @@ struct Fragments {
   template <class Started, class Between>
   __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc, const Started& started,
                                            const Between& between) const {
-    const uint64_t b = ptx::matrix_descriptor(x);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       ptx::wgmma_fence();  // `between` writes registers that later products read
-      ptx::wgmma(acc.tile[0], of[step], b + 2 * step, true, Element());
+      const uint64_t b = ptx::matrix_descriptor(x + 32 * step);  // without a carry
+      ptx::wgmma(acc.tile[0], of[step], b, true, Element());
       if (step == 0 || step == 3) ptx::wgmma_commit();
       if (step == 0) started();
       between(step);
@@ -193,7 +193,7 @@ struct UnitReader {
     // Warps without row blocks compute what is not stored.
     const int first = row_block - tile.row_block, last = tile.row_blocks - 1;
     to.load(ring.unit(unit.stage, min(first, last)), ring.unit(unit.stage, min(first + 1, last)),
-            k % kUnitAtoms);
+            static_cast<uint32_t>(k) % kUnitAtoms);
     release(tile, k);
   }
   // The same for a tile of which the warp has nothing.
