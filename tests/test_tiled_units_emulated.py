@@ -127,16 +127,18 @@ def test_a_weight_that_is_no_number_spoils_its_row_alone() -> None:
     assert torch.equal(found[:, others], wanted[:, others])
 
 
-@pytest.mark.parametrize("shape", [ALONG_W, ALONG_X])
-def test_no_bit_depends_on_how_it_is_run(shape: Shape, build: Build) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shape"), [(INT4, ALONG_W), (INT4, ALONG_X), (LAYOUTS[-3], ALONG_W)], ids=str
+)
+def test_no_bit_depends_on_how_it_is_run(layout: Quantised, shape: Shape, build: Build) -> None:
     """Stream-K begins in the middle of units; CTAs share W or X; a tier has a window."""
     m, k, n = 211, 712, 130
-    size = shape.row_blocks
+    size, shape = shape.row_blocks, replace(shape, atom_bytes=layout.atom_bytes)
     macros = tiled_gemm.defines(torch.float16, shape.tiles, wide=shape.wide)
-    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", {**macros, **INT4.macros})
+    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", {**macros, **layout.macros})
     kernel.together = 3
-    wanted = run(matrix_of(INT4, m, k), n, config(TierTiles(1, size, window=3), shape=shape))
-    assert error(wanted, exact(matrix_of(INT4, m, k), n)) < 5e-4
+    wanted = run(matrix_of(layout, m, k), n, config(TierTiles(1, size, window=3), shape=shape))
+    assert error(wanted, exact(matrix_of(layout, m, k), n)) < 5e-4
     for seed, (row_blocks, how) in enumerate(
         [
             ((27,), config(TierTiles(2, size, stream_k=True, window=2), shape=shape, stages=2)),
@@ -145,7 +147,7 @@ def test_no_bit_depends_on_how_it_is_run(shape: Shape, build: Build) -> None:
         ]
     ):
         kernel.seed = SEED * seed
-        assert torch.equal(run(matrix_of(INT4, m, k, row_blocks), n, how), wanted), seed
+        assert torch.equal(run(matrix_of(layout, m, k, row_blocks), n, how), wanted), seed
 
 
 def test_ctas_that_share_w(build: Build) -> None:
@@ -155,11 +157,12 @@ def test_ctas_that_share_w(build: Build) -> None:
     assert torch.equal(run(matrix, n, config(TierTiles(1, 16, window=2), shape=shared)), wanted)
 
 
-@pytest.mark.parametrize("segments", [2, 3])
-def test_segments_of_k(segments: int) -> None:
-    matrix, shape = matrix_of(INT4, 211, 712), replace(ALONG_W, k_ctas=segments)
+@pytest.mark.parametrize(("layout", "segments"), [(INT4, 2), (INT4, 3), (LAYOUTS[-3], 2)], ids=str)
+def test_segments_of_k(layout: Quantised, segments: int) -> None:
+    matrix = matrix_of(layout, 211, 712)
+    shape = replace(ALONG_W, k_ctas=segments, atom_bytes=layout.atom_bytes)
     found = run(matrix, 70, config(TierTiles(1, 16, window=3), shape=shape))
     assert error(found, exact(matrix, 70)) < 5e-4
     with_window = config(NOBODY, TierTiles(1, 9, window=1), shape=shape)
-    moved = matrix_of(INT4, 211, 712, (0, 27))
+    moved = matrix_of(layout, 211, 712, (0, 27))
     assert torch.equal(run(moved, 70, with_window), found)
