@@ -21,7 +21,7 @@ from dakrun.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
 HEADER = "ptx.cuh"
-MACHINE = ("machine", "stores")
+MACHINE = ("machine", "waits", "boxes", "stores")
 # _FORTIFY_SOURCE aborts on jumps between stacks, by which fibers switch.
 COMPILER = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"]
 # Kernels call emulator/stores.cpp before each store, but for those to a function's own variables.

@@ -91,15 +91,6 @@ Cta& of_cluster(uint32_t rank) {
   return found;
 }
 
-void settle(Barrier& barrier) {
-  if (barrier.pending < 0) fail("a barrier has more arrivals than it counts");
-  if (barrier.pending == 0 && barrier.bytes == 0) {
-    barrier.phase++;
-    barrier.pending = barrier.arrivals;
-    wake(barrier.waiters);
-  }
-}
-
 void later(Groups& groups, std::function<void()> work) {
   Cta* const of = cta;
   const std::shared_ptr<int> group = groups.open;

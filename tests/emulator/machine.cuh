@@ -148,7 +148,6 @@ void wait(std::function<bool()> ready, Waiters* waiters = nullptr);
 void check(uint32_t address, size_t bytes, const Cta& of);
 // A CTA of the running cluster.
 Cta& of_cluster(uint32_t rank);
-void settle(Barrier& barrier);
 
 inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
   if (address >= kStatic && address - kStatic + bytes <= of.fixed.size())
@@ -157,28 +156,37 @@ inline uint8_t* at(uint32_t address, size_t bytes, Cta& of = *cta) {
   return of.memory.data() + address;
 }
 
-// Called by all lanes of a warp; the last to arrive computes the results of all.
+// Called by all lanes of a warp; the last to arrive computes the results of all, by `compute`, of
+// what they have given and by `function`.
+using Compute = void(const void* const* given, void* const* taken, const void* function);
+void together(const void* given, void* taken, Compute* compute, const void* function);
+
 template <class Given, class Taken, class Function>
-UNSEEN Taken together(const Given& given, Function compute) {
-  const uint32_t thread = cta->running->thread;
-  WarpSync& sync = cta->warps[thread / kWarp];
+Taken together(const Given& given, Function function) {
   Taken taken;
-  // All lanes must have left the previous instruction.
-  wait([&sync] { return sync.left == 0; }, &sync.waiters);
-  sync.given[thread % kWarp] = &given;
-  sync.taken[thread % kWarp] = &taken;
-  if (++sync.arrived == kWarp) {
-    compute(reinterpret_cast<const Given* const*>(sync.given),
-            reinterpret_cast<Taken* const*>(sync.taken));
-    sync.left = kWarp;
-    sync.arrived = 0;
-    wake(sync.waiters);
-  } else {
-    wait([&sync] { return sync.left > 0; }, &sync.waiters);
-  }
-  if (--sync.left == 0) wake(sync.waiters);
+  const auto compute = [](const void* const* all, void* const* of_all, const void* by) {
+    (*static_cast<const Function*>(by))(reinterpret_cast<const Given* const*>(all),
+                                        reinterpret_cast<Taken* const*>(of_all));
+  };
+  together(&given, &taken, compute, &function);
   return taken;
 }
+
+void settle(Barrier& barrier);
+
+// mbarriers of shared memory and named barriers, by their addresses and numbers.
+void init_barrier(uint32_t barrier, uint32_t arrivals);
+void arrive(uint32_t barrier, uint32_t bytes = 0, Cta& of = *cta);
+void wait_for_phase(uint32_t barrier, uint32_t parity);
+void arrive_named(int number, int threads);
+void sync_named(int number, int threads);
+void arrive_at_cluster();
+void wait_for_cluster();
+
+// wgmma: a product of the running thread, which is computed when the thread waits for its group.
+void multiply_later(std::function<void()> product);
+void commit_products();
+void multiply_all_but(size_t groups);
 
 // Do `work` later, as part of the open group of the running thread.
 void later(Groups& groups, std::function<void()> work);

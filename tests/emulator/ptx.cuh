@@ -9,6 +9,15 @@ struct alignas(64) TensorMap {                        // as tests/emulated.py en
   uint64_t unused[11];
 };
 
+namespace emulator {
+
+// Copies between shared memory and a box of the matrix of `map`, in boxes.cpp.
+void load_box(const TensorMap& map, int x, int y, int z, uint32_t to, uint32_t barrier,
+              uint16_t ctas);
+void store_box(const TensorMap& map, int x, int y, uint32_t source);
+
+}  // namespace emulator
+
 namespace ptx {
 
 using emulator::cta;
@@ -62,33 +71,23 @@ inline void store_chunk(void* to, uint4 words) {
 }
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
-  const int count = static_cast<int>(arrivals);
-  cta->barriers[barrier] = {count, count};
+  emulator::init_barrier(barrier, arrivals);
 }
 
 inline void mbarrier_arrive(uint32_t barrier) {
-  emulator::Barrier& found = cta->barriers.at(barrier);
-  found.pending--;
-  emulator::settle(found);
+  emulator::arrive(barrier);
 }
 
 inline void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
-  emulator::Barrier& found = emulator::of_cluster(rank).barriers.at(barrier);
-  found.pending--;
-  emulator::settle(found);
+  emulator::arrive(barrier, 0, emulator::of_cluster(rank));
 }
 
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
-  emulator::Barrier& found = cta->barriers.at(barrier);
-  found.bytes += bytes;
-  found.pending--;
-  emulator::settle(found);
+  emulator::arrive(barrier, bytes);
 }
 
 inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-  emulator::Barrier& found = cta->barriers.at(barrier);
-  emulator::wait([&found, parity] { return static_cast<uint32_t>(found.phase & 1) != parity; },
-                 &found.waiters);
+  emulator::wait_for_phase(barrier, parity);
   return true;
 }
 
@@ -193,26 +192,7 @@ inline void tensor_load_multicast(uint32_t destination, const TensorMap* map, in
   if (!cta->running->waited_for_dependencies)
     emulator::fail("X is read before the wait for predecessor kernels");
   if (destination % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
-  const TensorMap box = *map;
-  const uint32_t bytes = static_cast<uint32_t>(box.box_atoms * box.box_rows) * 128;
-  const auto land = [=](uint8_t* to) {
-    const auto* const elements = reinterpret_cast<const uint16_t*>(box.address);
-    for (uint64_t atom = 0; atom < box.box_atoms; atom++) {
-      for (uint64_t row = 0; row < box.box_rows; row++) {
-        for (uint64_t i = 0; i < kBoxDepth; i++) {
-          const uint64_t col = (z + atom) * kBoxDepth + x + i, of = y + row;
-          const uint16_t value =
-              of < box.rows && col < box.cols ? elements[of * box.cols + col] : 0;
-          const uint64_t chunk = i / 8 ^ row % 8;
-          std::memcpy(to + (atom * box.box_rows + row) * 128 + chunk * 16 + i % 8 * 2, &value, 2);
-        }
-      }
-    }
-  };
-  for (uint32_t rank = 0; rank < 16; rank++) {
-    if (ctas >> rank & 1)
-      emulator::copy(emulator::of_cluster(rank), destination, barrier, bytes, land);
-  }
+  emulator::load_box(*map, x, y, z, destination, barrier, ctas);
 }
 
 inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y, int z,
@@ -222,24 +202,7 @@ inline void tensor_load(uint32_t destination, const TensorMap* map, int x, int y
 
 // With a swizzle as wide as a row of the box.
 inline void tensor_store(const TensorMap* map, int x, int y, uint32_t source) {
-  const TensorMap box = *map;
-  const uint64_t row_bytes = 2 * box.box_atoms;
-  if (source % 1024) emulator::fail("a swizzled box is not aligned to 1 KiB");
-  if (x < 0 || y < 0) emulator::fail("a box begins before the matrix");
-  if (2 * x % 16) emulator::fail("a box does not begin at a multiple of 16 bytes");
-  emulator::global_store();
-  const uint8_t* const from = emulator::at(source, box.box_rows * row_bytes);
-  emulator::touch_async(*cta, source, box.box_rows * row_bytes);
-  emulator::later(cta->running->stores, [=] {
-    auto* const elements = reinterpret_cast<uint16_t*>(box.address);
-    for (uint64_t row = 0; row < box.box_rows && y + row < box.rows; row++) {
-      for (uint64_t i = 0; i < box.box_atoms && x + i < box.cols; i++) {
-        const uint64_t chunk = row * row_bytes / 16 + i / 8;
-        const uint64_t swizzled = chunk ^ chunk / 8 % (row_bytes / 16);
-        std::memcpy(elements + (y + row) * box.cols + x + i, from + swizzled * 16 + i % 8 * 2, 2);
-      }
-    }
-  });
+  emulator::store_box(*map, x, y, source);
 }
 
 inline void commit_stores() {
@@ -295,10 +258,7 @@ inline void store_in_cta(uint32_t there, float4 value, uint32_t barrier) {
 
 inline void cluster_arrive() {
   __syncwarp();
-  emulator::Cluster& cluster = *cta->cluster;
-  cta->running->cluster_phase = cluster.phase;
-  cluster.arrived++;
-  cluster.settle();
+  emulator::arrive_at_cluster();
 }
 
 inline void cluster_arrive_relaxed() {
@@ -306,9 +266,7 @@ inline void cluster_arrive_relaxed() {
 }
 
 inline void cluster_wait() {
-  emulator::Cluster& cluster = *cta->cluster;
-  const int phase = cta->running->cluster_phase;
-  emulator::wait([&cluster, phase] { return cluster.phase != phase; }, &cluster.waiters);
+  emulator::wait_for_cluster();
 }
 
 inline int atomic_add_acq_rel(int* to, int value) {
@@ -345,18 +303,11 @@ template <int registers>
 void setmaxnreg_inc() {}
 
 inline void named_barrier_arrive(int number, int threads) {
-  emulator::NamedBarrier& barrier = cta->named[number];
-  if (++barrier.arrived < threads) return;
-  barrier.arrived = 0;
-  barrier.phase++;
-  emulator::wake(barrier.waiters);
+  emulator::arrive_named(number, threads);
 }
 
 inline void named_barrier_sync(int number, int threads) {
-  emulator::NamedBarrier& barrier = cta->named[number];
-  const int phase = barrier.phase;
-  named_barrier_arrive(number, threads);
-  emulator::wait([&barrier, phase] { return barrier.phase != phase; }, &barrier.waiters);
+  emulator::sync_named(number, threads);
 }
 
 }  // namespace ptx

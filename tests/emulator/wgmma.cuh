@@ -20,18 +20,12 @@ inline void wgmma_fence() {
 
 inline void wgmma_commit() {
   __syncwarp();
-  cta->running->groups.emplace_back(std::move(cta->running->products));
-  cta->running->products.clear();
+  emulator::commit_products();
 }
 
 inline void wait_for_all_but(size_t groups) {
   __syncwarp();
-  auto& pending = cta->running->groups;
-  while (pending.size() > groups) {
-    for (const auto& product : pending.front())
-      product();
-    pending.pop_front();
-  }
+  emulator::multiply_all_but(groups);
   __syncwarp();  // products read other lanes' registers
 }
 
@@ -103,7 +97,7 @@ UNSEEN void columns_of_trans(uint64_t descriptor, int col, float (&b)[16][2], El
 template <int size, class Element>
 void wgmma(float2 (&sums)[size], uint64_t a, uint64_t b, Element of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
-  cta->running->products.push_back([&sums, a, b, of, warp, g, t]() UNSEEN {
+  emulator::multiply_later([&sums, a, b, of, warp, g, t]() UNSEEN {
     float rows[2][16], columns[16][2];
     for (int i = 0; i < 2; i++)
       row_of(a, 16 * warp + g + 8 * i, rows[i], of);
@@ -129,7 +123,7 @@ void multiply_registers(float2 (&sums)[size], const uint32_t (&a)[4], bool adds,
         }
       });
   const int t = threadIdx.x % 4;
-  cta->running->products.push_back([&sums, quad, adds, of, b_of, t]() UNSEEN {
+  emulator::multiply_later([&sums, quad, adds, of, b_of, t]() UNSEEN {
     float rows[2][16], columns[16][2];
     for (int k = 0; k < 16; k++) {
       for (int i = 0; i < 2; i++) {
