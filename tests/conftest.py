@@ -4,6 +4,7 @@ gives every test an empty cache folder; prints what the compiler said of the ker
 torch is imported only if such tests were collected: the pure tests start without it.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -67,6 +68,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over a million objects of modules, which stay to the end."""
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
