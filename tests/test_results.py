@@ -389,7 +389,7 @@ def test_many_rows_are_never_held(
     """Rows stream through reader and writer; what stays are a few bytes for each id."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(look_ahead, "LOOK_AHEAD", 100)
-    rows = 40_000
+    rows = 20_000
     row = '{{"id":"request number {}","prompt_token_ids":[3,4,5,6],"max_tokens":2}}\n'
     source = make("".join(map(row.format, range(rows))))
     out = tmp_path / "out.jsonl"
