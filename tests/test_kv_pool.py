@@ -231,13 +231,21 @@ def test_blocks_are_kept_for_expected_lengths() -> None:
     assert kept_positions(exact) == 3 * KV_BLOCK
 
 
+@pytest.fixture(scope="module")
+def alone(path: Path) -> dict[str, tuple[int, ...]]:
+    """The tokens of each of 40 requests, alone."""
+    with load(path, batch_size=1) as llm:
+        return by_id(list(llm.stream(ragged(40))))
+
+
 @pytest.mark.parametrize("optimistic", [False, True])
 def test_few_blocks_change_no_token(
-    path: Path, optimistic: bool, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    alone: dict[str, tuple[int, ...]],
+    optimistic: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does it if requests are begun without regard to what the others will need."""
-    with load(path, batch_size=1) as llm:
-        alone = by_id(list(llm.stream(ragged(40))))
     if optimistic:
         monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
     with load(path) as llm:
