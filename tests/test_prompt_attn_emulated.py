@@ -201,8 +201,8 @@ def check_segments(build: Build, case: PromptCase, split_blocks: int, seed: int)
 
 @few_examples(5)
 @given(
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), min_size=1, max_size=3),
-    st.integers(1, 2), st.integers(1, 16), st.integers(1, 4), st.integers(0, 2**31),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 140)), min_size=1, max_size=5),
+    st.integers(1, 3), st.integers(1, 16), st.integers(1, 4), st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_segments(
     build: Build,
