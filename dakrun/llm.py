@@ -154,12 +154,15 @@ class LLM(OfflineCalls):
             )
         return self._engine
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+    def run(
+        self, requests: Iterable[Request | None], *, may_wait: bool = False
+    ) -> Iterator[Completion | RowError]:
         """Results of rows; if the GPU's memory runs out, unfinished requests begin again once."""
         unfinished = Unfinished(requests)
         while True:
             try:
-                with gpu_errors(), closing(self.engine.generate(unfinished)) as results:
+                found = self.engine.generate(unfinished, may_wait=may_wait)
+                with gpu_errors(), closing(found) as results:
                     for result in results:
                         if row := unfinished.finish(result):
                             yield row

@@ -198,6 +198,42 @@ def test_results_wait_for_a_device_that_wants_steps(
     assert late[0][1] == 8 if fails else late[0][1] > at_once[2][1]
 
 
+def test_an_iterator_of_requests_may_wait_for_results(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for the next one when all results are given, also while others run."""
+    found: list[str] = []
+    asked: list[list[str]] = []
+
+    def source() -> Iterator[Request]:
+        first, second, third, fourth = requests(4, max_tokens=3)
+        yield from (first, replace(second, params=SamplingParams(max_tokens=40, ignore_eos=True)))
+        for late in (third, fourth):
+            asked.append(list(found))
+            yield late
+
+    with load(path, batch_size=2) as llm:
+        monkeypatch.setattr(llm.engine.runner, "ahead", 2)
+        monkeypatch.setattr(llm.engine.runner, "has_ended", lambda: True)
+        for result in llm.stream(source()):
+            found.append(result.id)
+    assert asked == [["r0"], ["r0", "r2"]]
+    assert found == ["r0", "r2", "r3", "r1"]
+
+
+def test_no_result_waits_for_a_step_behind_which_there_is_none(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(path, batch_size=2) as llm:
+        monkeypatch.setattr(llm.engine.runner, "ahead", 2)
+        first, second = requests(2)
+        last_but_one = replace(first, params=SamplingParams(max_tokens=7, ignore_eos=True))
+        stream = llm.stream([last_but_one, second])
+        assert next(stream).id == "r0"
+        assert len(llm.engine._steps) == 1, "the last step is under way"
+        assert [one.id for one in stream] == ["r1"]
+
+
 def test_an_id_may_be_used_again(path: Path) -> None:
     with load(path, batch_size=2) as llm:
         alike = [replace(request, id="a") for request in requests(5)]

@@ -78,14 +78,15 @@ class Engine:
         self._ended: deque[tuple[RequestState, Reason]] = deque()  # without a result yet, and why
 
     def generate(
-        self, requests: Iterable[Request | None]
+        self, requests: Iterable[Request | None], *, may_wait: bool = False
     ) -> Generator[Completion | RowError, None, None]:
         """Completions in the order in which they finish; requests are taken as there is room.
 
         Results are made and yielded while the device computes, since the caller may take its time.
 
         None in place of a request says that none has arrived: the others go on, and the next is
-        asked for after a step. When nothing runs, `requests` should wait for one instead.
+        asked for after a step. When nothing runs, `requests` should wait for one instead. If it
+        `may_wait` at other times too, perhaps for a result, it is asked once all results are given.
 
         While others run, requests begin in groups (see requests_per_admission), since a step with
         prompts takes longer to launch. They begin at once if none is running, or none is there to
@@ -105,7 +106,9 @@ class Engine:
             while True:
                 while self._steps and not (self._running or self._beginning()):
                     self._collect()  # steps of ended requests alone: `source` may take its time
-                yield from self._results()
+                at_once = may_wait and self.admission.is_open
+                while self._ended and (at_once or not self._steps or self._is_late()):
+                    yield self._next_result()
                 none_now = yield from self._admit_waiting(source)
                 if self._closed:
                     raise UsageError(
@@ -113,13 +116,15 @@ class Engine:
                     )
                 if self._launch(none_now=none_now):
                     continue
-                if self._steps:
+                if self._ended and not self.runner.has_ended():
+                    yield self._next_result()  # the device computes, and takes no further step now
+                elif self._steps:
                     self._collect()
                 elif self._exhausted and not (self.preemption.queue or self._beginning()):
                     return
         except Exception:  # finished results come first
-            self._steps.clear()
-            yield from self._results()
+            while self._ended:
+                yield self._next_result()
             raise
         finally:
             self._drop_all()
@@ -314,7 +319,7 @@ class Engine:
         self.stats.draft_lost_s = self._drafts.rejected_s
 
     def _end(self, r: RequestState, reason: Reason) -> None:
-        """Take `r` out of its slot; `_results` makes its result."""
+        """Take `r` out of its slot; `_next_result` makes its result."""
         r.ended = True
         self._running.remove(r)
         self.admission.release(r)
@@ -323,20 +328,16 @@ class Engine:
             self.admission.count_end(r)
         self._ended.append((r, reason))
 
-    def _results(self) -> Iterator[Completion | RowError]:
-        """The results of requests that have ended, in the time that steps leave.
+    def _is_late(self) -> bool:
+        """Whether the oldest result has waited for RESULT_DELAY_S."""
+        r, _ = self._ended[0]
+        return time.perf_counter() - r.last_token > RESULT_DELAY_S
 
-        If the device wants another step first, they wait RESULT_DELAY_S at most.
-        """
-        while self._ended:
-            r, reason = self._ended[0]
-            busy = len(self._steps) >= self.runner.ahead and not self.runner.has_ended()
-            late = time.perf_counter() - r.last_token > RESULT_DELAY_S
-            if self._steps and not (busy or late):
-                return
-            self._ended.popleft()
-            self.stats.running_tokens -= len(r.tokens)
-            result = self.answers.result(r, reason)
-            if isinstance(result, Completion):
-                self.stats.count_end(r, result)
-            yield result
+    def _next_result(self) -> Completion | RowError:
+        """The result of the request that ended first."""
+        r, reason = self._ended.popleft()
+        self.stats.running_tokens -= len(r.tokens)
+        result = self.answers.result(r, reason)
+        if isinstance(result, Completion):
+            self.stats.count_end(r, result)
+        return result

@@ -44,7 +44,9 @@ class OfflineCalls(ABC):
         """The engine that runs the requests; UsageError once it is closed."""
 
     @abstractmethod
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion | RowError]:
+    def run(
+        self, requests: Iterable[Request | None], *, may_wait: bool = False
+    ) -> Iterator[Completion | RowError]:
         """Results of Requests as they finish, `further` ones together: `stream` without its checks.
 
         See Engine.generate.
@@ -123,8 +125,9 @@ class OfflineCalls(ABC):
         """Completions as they finish, of the prompts that `generate` takes, or of Requests.
 
         The `id` of a result is the index of its prompt, or that of its Request. Prompts are all
-        checked before the first begins. Requests are only taken when there is room, and have their
-        own parameters; None in place of one says that none has arrived yet (see Engine.generate).
+        checked before the first begins. Requests are only taken when there is room, after the
+        results of those that have ended, and have their own parameters; None in place of one says
+        that none has arrived yet (see Engine.generate).
 
         A prompt ends in a RowError if it does not fit in the KV cache, or if the model's logits
         for it are NaN or infinite.
@@ -149,7 +152,7 @@ class OfflineCalls(ABC):
         every = chain(first, given)
         if not first or first[0] is None or isinstance(first[0], Request):
             refuse_params(params)
-            yield from self.run(every)
+            yield from self.run(every, may_wait=True)
         else:
             yield from self.run(as_requests(every, params, self.rules))
 
