@@ -22,8 +22,8 @@ class StepGraphs:
     """The graphs of `step` by bucket, in one pool of memory.
 
     `plain` and `verifying`, those with drafts, are captured ahead; `cascades`, those of rows that
-    share prefixes, once there are such rows. All but the first matrices of a step are staged by the
-    step before: `filled` says whether the ring holds them.
+    share prefixes, once there are such rows. The first matrices of a step are staged by the step
+    before: `filled` says whether the ring holds them.
     """
 
     def __init__(self, step: DecodeStep, buckets: Sequence[Bucket]) -> None:
