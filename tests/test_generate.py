@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -159,6 +160,22 @@ def test_a_run_leaves_what_is_loaded_to_no_garbage_collection(
     monkeypatch.setattr(ReferenceRunner, "launch", counted)
     assert run(*base(prompts, tmp_path / "out.jsonl")).exit_code == 0
     assert counts and all(frozen > others for frozen, others in counts)
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_interrupt_right_before_the_run_is_told(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While garbage is collected, for as long as there are objects to look at."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "collect", interrupted)
+        result = run(*base(prompts, tmp_path / "out.jsonl"))
+    assert result.exit_code == 130
+    assert re.match(r"interrupted: 0 of \d+ rows on disk in .*; to go on, run ", result.stderr)
     assert gc.get_freeze_count() == 0
 
 

@@ -240,14 +240,15 @@ def generate(
         foretold = None if resume else forecast
         if foretold is not None:
             say(f"{foretold} (with as many tokens as rows may take)")
-        with llm, _kept_from_collection():
-            start = time.perf_counter()
+        with llm:
             with (
                 writer,
                 BatchJob(
                     llm, reader, writer, progress, expected=expected, forecast=forecast
                 ) as job,
+                _kept_from_collection(),
             ):
+                start = time.perf_counter()
                 job.run()
                 writer.finish()
                 if parquet is not None:

@@ -136,7 +136,7 @@ class Engine:
         self._drafts = DraftChoice(speculation, forecasts)
 
     def close(self) -> None:
-        """End the current run, which raises UsageError after finished results; wait for its steps."""
+        """End the current run, which gives finished results, then raises UsageError."""
         self._closed = True
         with suppress(RuntimeError):  # of a GPU that has failed
             self.runner.drop()
