@@ -257,9 +257,12 @@ def requests(rows: Sequence[RowLengths], vocabulary: int) -> Iterator[Request]:
 
 
 def finish(llm: LLM, asked: Iterator[Request]) -> int:
-    """Complete all requests; returns their new tokens. Raises CannotRun if one fails."""
+    """Complete all requests as `dakrun generate` does; returns their new tokens.
+
+    Raises CannotRun if one fails.
+    """
     tokens = 0
-    for result in llm.stream(asked):
+    for result in llm.run(asked):
         if isinstance(result, RowError):
             raise CannotRun(result.message, hint="try --dtype bfloat16, or another model")
         tokens += len(result.token_ids)
