@@ -130,8 +130,15 @@ def test_an_output_without_it_is_resumed_with_a_note(folder: Path) -> None:
     path.unlink()
     result = run("--resume", "--seed", "3")
     assert result.exit_code == 0 and "2 skipped" in result.stderr
-    assert result.stderr.startswith("out.jsonl has no out.jsonl.run.json: ")
+    assert result.stderr.startswith(
+        "out.jsonl: the settings of the run that wrote its rows are not known (out.jsonl.run.json "
+        "is missing) and were not compared; if they may differ, --overwrite starts afresh\n"
+    )
     assert json.loads(path.read_text())["sampling"]["seed"] == 3
+    assert "not compared" not in run("--resume", "--seed", "3").stderr
+    path.unlink()
+    forced = run("--resume", "--force")
+    assert forced.exit_code == 0 and "were not compared" in forced.stderr
     path.write_text(json.dumps({"dakrun_run": 1, "format": "native"}))  # of an older version
     assert run("--resume").exit_code == 0
 

@@ -261,6 +261,12 @@ def test_parts_of_another_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"another run: input\.b was absent, now 2"):
         ResultParts(str(tmp_path), resume=True).identify(other)
     ResultParts(str(tmp_path), resume=True, force=True).identify(other)
+    assert ResultParts(str(tmp_path), resume=True).identify(RUN) is None
+    (tmp_path / "_run.json").rename(tmp_path / "moved")
+    for force in (False, True):
+        note = ResultParts(str(tmp_path), resume=True, force=force).identify(other)
+        assert note is not None and "not known (_run.json is missing) and were not compared" in note
+    (tmp_path / "moved").rename(tmp_path / "_run.json")
     with pytest.raises(UsageError, match="cannot be Parquet"):
         ResultParts(str(tmp_path), resume=True, form="parquet").identify(
             RUN | {"format": "OpenAI Batch"}

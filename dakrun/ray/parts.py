@@ -23,6 +23,7 @@ from dakrun.requests.files import OutputFile, replacement
 from dakrun.requests.fingerprint import (
     Fingerprint,
     differences,
+    not_compared,
     read_fingerprint,
     resumed,
     start_of,
@@ -87,25 +88,29 @@ class ResultParts:
                 hint="--resume adds the rows that are missing, --overwrite starts afresh",
             )
 
-    def identify(self, fingerprint: Fingerprint) -> None:
+    def identify(self, fingerprint: Fingerprint) -> str | None:
         """Say which run this is; call it before entering.
 
         Raises UsageError if the results to resume are of another run, unless `force` was given.
+        Returns a note if they have no fingerprint.
         """
         self._fingerprint = fingerprint
         if fingerprint["format"] not in (None, NATIVE.name) and self._form == "parquet":
             raise _no_parquet()
         if not self._resume or not self._has_results():
-            return
+            return None
         before = read_fingerprint(self.folder / _RUN) or read_fingerprint(self.folder / _OLD_RUN)
         self._fingerprint = resumed(fingerprint, before)
-        different = differences(before or {}, fingerprint)
+        if before is None:
+            return not_compared(self.folder, self.folder / _RUN)
+        different = differences(before, fingerprint)
         if different and not self._force:
             raise UsageError(
                 f"{self.folder}: the results of another run: {'; '.join(different)}",
                 hint="--resume with that run's model, options and files, --resume --force to go on "
                 "all the same, or --overwrite to start afresh",
             )
+        return None
 
     def compare(self, rows: Iterable[InputRow]) -> list[str]:
         """Compare the results to resume with the rows of the input; changes nothing.

@@ -86,7 +86,8 @@ def generate_on_ray(
             reasoning=run.reasoning,
         )
         names = {file.path: file.size for file in files.files}
-        parts.identify(fingerprint | {"input": names})
+        if told := parts.identify(fingerprint | {"input": names}):
+            note(told)
         if resume and (rows := reader.input_rows()) is not None:
             for told in parts.compare(rows):
                 note(told)

@@ -143,6 +143,14 @@ def read_fingerprint(path: Path) -> Fingerprint | None:
     )
 
 
+def not_compared(output: str | Path, path: Path) -> str:
+    """The note for people who resume `output`, whose run has left no fingerprint in `path`."""
+    return (
+        f"{output}: the settings of the run that wrote its rows are not known ({path.name} is "
+        "missing) and were not compared; if they may differ, --overwrite starts afresh"
+    )
+
+
 def start_of(fingerprint: Fingerprint) -> datetime:
     """When the run of a fingerprint began. Raises TypeError or ValueError if that is malformed."""
     return datetime.fromisoformat(fingerprint[_STARTED])

@@ -20,6 +20,7 @@ from dakrun.requests.fingerprint import (
     Fingerprint,
     differences,
     fingerprint_path,
+    not_compared,
     read_fingerprint,
     resumed,
     start_of,
@@ -282,7 +283,7 @@ class ResultWriter:
             )
         self._fingerprint = resumed(self._fingerprint, before)
         if before is None:
-            return f"{self._name} has no {path.name}: its rows are taken as this run's"
+            return not_compared(self._name, path)
         return None
 
     def _read_done(self) -> int:
