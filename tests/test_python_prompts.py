@@ -230,6 +230,19 @@ def test_wrong_prompts_are_named_before_anything_runs(llm: LLM, prompt: object, 
     assert llm.engine.stats.prefill_steps == before
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"stop_token_ids": [5, 99999]}, {"logit_bias": {99999: 1}}, {"bad_words": [[5, 99999]]}],
+)
+def test_tokens_of_options_are_in_the_vocabulary(llm: LLM, options: dict[str, Any]) -> None:
+    (name,) = options
+    size = llm.config.vocab_size
+    said = f"^prompt 1: {name} has token id 99999, not in the model's vocabulary of {size}$"
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(UsageError, match=said):
+            call([TEXT] * 2, [SamplingParams(), SamplingParams(**options)])
+
+
 def test_a_prompt_without_room_is_named_before_anything_runs(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

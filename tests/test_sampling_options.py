@@ -166,6 +166,8 @@ def test_bad_values_are_errors_of_their_rows_alone() -> None:
     free, *errors, biased, worded, blocked = run(
         {"prompt": prompt},
         {"prompt": prompt, "logit_bias": {"99999999": 1}},
+        {"prompt": prompt, "stop_token_ids": [5, MODEL_VOCABULARY]},
+        {"prompt": prompt, "stop_token_ids": [5, -1]},
         {"prompt": prompt, "min_p": -1},
         {"prompt": prompt, "presence_penalty": "x"},
         {"prompt": prompt, "repetition_penalty": 0},
@@ -176,7 +178,10 @@ def test_bad_values_are_errors_of_their_rows_alone() -> None:
         {"prompt": prompt, "bad_words": [[token] for token in range(MODEL_VOCABULARY)]},
     )
     wanted = [
-        "logit_bias has token id 99999999, not in the model's vocabulary of ",
+        f"logit_bias has token id 99999999, not in the model's vocabulary of {MODEL_VOCABULARY}",
+        f"stop_token_ids has token id {MODEL_VOCABULARY}, not in the model's vocabulary of "
+        f"{MODEL_VOCABULARY}",
+        "stop_token_ids is [5, -1]; stop_token_ids must be made of token ids, from 0",
         "min_p is -1; min_p must be a number from 0 to 1",
         "presence_penalty is 'x'; presence_penalty must be a number from -2 to 2",
         "repetition_penalty is 0; repetition_penalty must be above 0",

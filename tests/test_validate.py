@@ -79,6 +79,17 @@ def test_a_model_knows_its_vocabulary_and_predicts_the_others(source: Path) -> N
     assert "\npredicted " in validate(source, *FOR_OPT).stdout
 
 
+@pytest.mark.parametrize("model", [FOR_OPT, FOR_DEMO])
+def test_tokens_of_options_are_in_the_vocabulary(source: Path, model: tuple[str, ...]) -> None:
+    options = [{"stop_token_ids": [5, 99999]}, {"logit_bias": {"99999": 1}}]
+    options += [{"bad_words": [[5, 99999]]}, {"bad_words": ["five"], "stop_token_ids": [5]}]
+    rows = [json.dumps({"prompt": "five plus six", **option}) for option in options]
+    source.write_text("\n".join(rows), encoding="utf-8")
+    shown = json.loads(validate(source, *model, "--json").stdout)["rows"]
+    said = [one["error"]["message"] for one in shown["first_errors"]]
+    assert len(said) == 3 and all("has token id 99999, not in the model's" in one for one in said)
+
+
 def test_a_tokenizer_judges_as_generate_does(source: Path, tmp_path: Path) -> None:
     shown = json.loads(validate(source, *FOR_DEMO, "--json").stdout)
     output = tmp_path / "out.jsonl"

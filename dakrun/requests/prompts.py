@@ -107,19 +107,24 @@ class PromptRules:
             self._check_form(params.structured_outputs)
         if params.stop and self.tokenizer is None:
             raise BadRow("no_tokenizer", "stop strings need the model's tokenizer")
-        for token, _ in params.logit_bias:
-            self._check_token("logit_bias", token)
-        if not params.bad_words:
-            return params
-        spellings = dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word))
-        for token in chain.from_iterable(spellings):
-            self._check_token("bad_words", token)
-        return replace(params, bad_words=tuple(spellings))
+        if params.bad_words:
+            words = (ids for word in params.bad_words for ids in self._spellings(word))
+            params = replace(params, bad_words=tuple(dict.fromkeys(words)))
+        self.check_tokens(params)
+        return params
 
-    def _check_token(self, option: str, token: int) -> None:
-        if token >= self.vocab_size:
-            outside = f"not in the model's vocabulary of {self.vocab_size}"
-            raise BadRow("invalid_field", f"{option} has token id {token}, {outside}")
+    def check_tokens(self, params: SamplingParams) -> None:
+        """Raise BadRow if `params` name a token that is not in the vocabulary."""
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        for option, tokens in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", (token for token, _ in params.logit_bias)),
+            ("bad_words", chain.from_iterable(words)),
+        ):
+            for token in tokens:
+                if token >= self.vocab_size:
+                    outside = f"not in the model's vocabulary of {self.vocab_size}"
+                    raise BadRow("invalid_field", f"{option} has token id {token}, {outside}")
 
     def _spellings(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
         """Token ids of a bad word."""

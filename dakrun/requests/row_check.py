@@ -54,12 +54,14 @@ class EstimatedRules(PromptRules):
         return chat_text({"messages": messages, "tools": options.tools}) or ""
 
     def checked_params(self, params: SamplingParams) -> SamplingParams:
-        """`params`: there may be a tokenizer for their strings, and any vocabulary.
+        """`params`: there may be a tokenizer for their strings.
 
-        Raises BadRow for a form of the answer that no grammar can follow.
+        Raises BadRow for a form of the answer that no grammar can follow, and for tokens that are
+        not in the vocabulary.
         """
         if params.structured_outputs is not None and (why := _problem(params.structured_outputs)):
             raise BadRow("invalid_grammar", why)
+        self.check_tokens(params)
         return params
 
 
