@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,29 @@ def test_rows_are_checked_even_if_no_run_can_be_planned(source: Path) -> None:
     assert small.exit_code == 0 and small.stdout.startswith("all of 1 row can run\n")
     assert small.stderr.startswith("the run is not predicted: ")
     assert len(small.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("missing", ["absent", "broken link"])
+def test_a_missing_shard_is_the_error_of_generate(
+    source: Path, tmp_path: Path, missing: str
+) -> None:
+    """Of a folder without any weights the rows are checked all the same."""
+    folder, gone = tmp_path / "model", tmp_path / "model/gone.safetensors"
+    shutil.copytree(MODEL, folder)
+    shard = (folder / "model.safetensors").rename(folder / "part.safetensors")
+    index = {"weight_map": {"a": shard.name, "b": gone.name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if missing == "broken link":
+        gone.symlink_to("nowhere")
+    output = str(tmp_path / "out.jsonl")
+    command = ["--model", str(folder), "-i", str(source)]
+    wanted = CliRunner().invoke(main, ["generate", *command, "-o", output, "--device", "cpu"])
+    checked = CliRunner().invoke(main, ["validate", *command])
+    assert wanted.exit_code == checked.exit_code == 3 and checked.stdout == ""
+    assert checked.stderr == "".join(wanted.stderr.splitlines(keepends=True)[-2:])
+    assert checked.stderr.startswith(f"error: {gone}: no such file\nhint: ")
+    shard.unlink()
+    assert validate(source, "--model", str(folder)).stdout.splitlines()[0].endswith("cannot run:")
 
 
 def test_whose_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

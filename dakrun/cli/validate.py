@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,10 +48,11 @@ def validate(
     the tokens of the other rows and, with --model, predicts their run. With the model's tokenizer
     (a hub id's is downloaded) rows are checked as generate checks them. Without it, 4 characters of
     text count as a token, and chat templates are not checked; without --model, neither are token
-    ids, nor lengths unless --max-model-len is given. Exits with 1 if some rows cannot run.
+    ids, nor lengths unless --max-model-len is given. A folder of which some weight files are
+    missing is an error, as for generate. Exits with 1 if some rows cannot run.
     """
     from dakrun.config import MAX_SIZE, SamplingParams, model_len
-    from dakrun.models import tokenizer_directory
+    from dakrun.models import check_shards, tokenizer_directory
     from dakrun.requests import EstimatedRules
 
     params = SamplingParams(**sampling)
@@ -61,8 +63,11 @@ def validate(
         _, rows = check_source(source, params, rules, whole=True)
     else:
         config, hardware = resolve_model(model, run.dtype), resolve_profile(str(run.profile))
+        folder = tokenizer_directory(model)
+        if folder is not None and folder == Path(model).expanduser():  # no hub id
+            check_shards(folder)
         longest = model_len(config, run.max_model_len)
-        rules = model_rules(config, tokenizer_directory(model), longest, run.chat_template)
+        rules = model_rules(config, folder, longest, run.chat_template)
         expected, rows = check_source(source, params, rules, whole=True)
         run = replace(run, max_model_len=longest, expected_run=expected)
         try:

@@ -11,7 +11,7 @@ functional.py, norms and rotary positions, needs torch.
 
 from dakrun.models.decoder import Backend, Decoder
 from dakrun.models.families import decoder_of
-from dakrun.models.files import read_json_object
+from dakrun.models.files import check_shards, read_json_object
 from dakrun.models.hf_config import parse_model_config, read_model_config
 from dakrun.models.hub import model_config, model_directory, tokenizer_directory
 from dakrun.models.known import hub_id, known_model, known_names
@@ -28,6 +28,7 @@ __all__ = [
     "Operand",
     "Scope",
     "Source",
+    "check_shards",
     "decoder_of",
     "hub_id",
     "known_model",

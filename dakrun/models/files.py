@@ -35,6 +35,17 @@ def safetensors_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
+def check_shards(directory: Path) -> None:
+    """Raise CannotRun if the index names a file that is missing, unless no weights are there.
+
+    Raises UsageError if the index is malformed.
+    """
+    files = safetensors_files(directory)
+    missing = [path for path in files if not path.exists()]
+    if missing and len(missing) < len(files):
+        raise _no_shard(missing[0])
+
+
 def indexed(index: Path) -> dict[str, str]:
     """The file name, beside `index`, of each tensor; raises UsageError if it is malformed."""
     shards = read_json_object(index).get("weight_map")
@@ -61,9 +72,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
             size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
             entries = json.loads(file.read(size))
     except FileNotFoundError:
-        raise CannotRun(
-            f"{path}: no such file", hint="copy the shard that the index names, or repair the link"
-        ) from None
+        raise _no_shard(path) from None
     except (SafetensorError, OSError) as problem:
         if is_lfs_pointer(path):
             raise CannotRun(
@@ -74,6 +83,12 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     entries.pop(RESERVED, None)
     return HEADER_SIZE_BYTES + size, entries
+
+
+def _no_shard(path: Path) -> CannotRun:
+    return CannotRun(
+        f"{path}: no such file", hint="copy the shard that the index names, or repair the link"
+    )
 
 
 def is_lfs_pointer(path: Path) -> bool:
