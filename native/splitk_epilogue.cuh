@@ -22,6 +22,11 @@ struct Epilogue {
         m(first_row + threadIdx.x % 32 / 8 * 2),
         n(threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2),
         row_blocks(row_blocks) {
+    if (kHasUnits) {  // else registers would be kept for the group before
+#pragma unroll
+      for (uint32_t& pair : residual)
+        pair = 0;
+    }
     if (args.m % 2 == 0) {
       load_early<true>();
     } else {

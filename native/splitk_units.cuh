@@ -1,8 +1,8 @@
 // The consumers of SplitK_GEMM for a W of 4 or 8 bits: all 8 warps multiply each group with mma.
 //
-//   each warpgroup has half of the group's row blocks, each of its four warps a quarter of K:
+//   each warpgroup has half of the group's row blocks; its four warps divide K:
 //     for each stage: wait for it
-//       if it has a unit of the warp's quarter, which is every fourth one:
+//       if it has a unit of the warp's share, which is every fourth one:
 //         for each pair of row blocks:
 //           for each group of columns: sums = W X^T; acc += scales * sums
 //       release it
@@ -30,41 +30,33 @@ __device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
                                         int tier_of_cta, int, const Moments& moments) {
-  const int stage_cols = args.tiers[tier_of_cta].stage_atoms * kAtomK;  // 1, 2 or 4 units
+  const int stage_units = args.tiers[tier_of_cta].stage_atoms / kUnitAtoms;  // 1, 2 or 4
+  const int units = args.k / kUnitCols;
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
   for (; !at.done(); at.next_group()) {
-    const int row_blocks = at.row_blocks();
     int first, count;
-    divide(row_blocks, first, count);
-
+    divide(at.row_blocks(), first, count);
     Sums sums[kWarpPairs] = {};
-    int k = 0;  // the current stage's first column
-    const auto pass_until = [&](int column) {
 #pragma unroll 1
-      for (; k < column; k += stage_cols) {
-        wait_for(ring, stage);
-        release(ring, stage);
-      }
-    };
-#pragma unroll 1
-    for (int own = own_share() * kUnitCols; own < args.k; own += kShares * kUnitCols) {
-      pass_until(own & -stage_cols);
+    for (int unit = 0; unit < units; unit += stage_units) {
       wait_for(ring, stage);
-      const int unit = (own - k) / kUnitCols;  // of the stage
-      const uint32_t w = ring.smem_w(stage.stage) + (unit * row_blocks + first) * kUnitBytes;
-      const uint32_t x = ring.smem_x(stage.stage) + unit * kUnitAtoms * kXAtomBytes;
+      // The warp's unit of the stage, if it has one: a stage has as many as shares, or fewer.
+      const int own = own_share() - unit & kShares - 1;
+      if (own < min(stage_units, units - unit)) {
+        const uint8_t* const w = smem + (ring.smem_w(stage.stage) - ptx::smem_address(smem)) +
+                                 (own * at.row_blocks() + first) * kUnitBytes;
+        const uint32_t x = ring.smem_x(stage.stage) + own * kUnitAtoms * kXAtomBytes;
+        const bool last = unit + own + kShares >= units;
 #pragma unroll
-      for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
-        if (i < count)
-          multiply_some<kAtOnce>(count - i, smem + (w - ptx::smem_address(smem)) + i * kUnitBytes, x,
-                                 own + kShares * kUnitCols >= args.k, sums + i / 2);
+        for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
+          if (i < count)
+            multiply_some<kAtOnce>(count - i, w + i * kUnitBytes, x, last, sums + i / 2);
+        }
       }
       release(ring, stage);
-      k += stage_cols;
     }
-    pass_until(args.k);
 
     divide(at.row_blocks(), first, count);
     const int share = own_share();
