@@ -74,6 +74,15 @@ __device__ __forceinline__ uint32_t bytes_of(uint32_t word, uint32_t selector) {
   return result;
 }
 
+// The low or the high half of a word, twice. As an operand of a multiplication it is no instruction.
+__device__ __forceinline__ uint32_t half_twice(uint32_t word, bool high) {
+  uint16_t halves[2];
+  uint32_t result;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(word));
+  asm("mov.b32 %0, {%1, %1};" : "=r"(result) : "h"(halves[high]));
+  return result;
+}
+
 // 2 to the power of `value`; subnormal results are zero.
 __device__ __forceinline__ float exp2(float value) {
   float power;

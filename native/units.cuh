@@ -37,10 +37,16 @@ __device__ __forceinline__ uint32_t placed(uint32_t word, int number) {
     const uint32_t pair = ptx::bytes_of(word, number == 0 ? 0xa280 : 0xb391);
     return BFLOAT16 ? pair << 4 & 0x87f087f0 : pair << 7 & 0xbf80bf80;
   }
+  if (BFLOAT16) {  // a product shifts codes by two numbers at once, and is no work for the ALU
+    const uint32_t codes = (number < 2 ? word : word >> 8) & 0x000f000f << number % 2 * 4;
+    return codes * ((1 << 12 | 1 << 6) >> number % 2 * 4) & 0x81c081c0;
+  }
   const uint32_t top = word << 12 - 4 * number;
-  const uint32_t size = BFLOAT16 ? top >> 6 & 0x01c001c0 : top >> 3 & 0x0e000e00;
-  return (top & 0x80008000) | size;
+  return (top & 0x80008000) | (top >> 3 & 0x0e000e00);
 }
+
+// The part of kBias that scales of e4m3 make up for: times 2^kScaleBias none is infinite.
+constexpr int kScaleBias = BFLOAT16 ? 118 : 7;
 
 // 2^power as a 16-bit float, twice.
 __device__ __forceinline__ constexpr uint32_t power_pair(int power) {
@@ -115,16 +121,17 @@ struct RowScales {
     if (SCALE_BYTES == 2) return unpacked(word).x;
     return __half2float(__ushort_as_half(ptx::halves_of_e4m3(word & 0xff) & 0xffff)) * factor;
   }
-  // The scale twice, of 16 bits, without the factor.
+  // The scale twice, of 16 bits; of e4m3 times 2^kScaleBias, and without the factor.
   __device__ __forceinline__ uint32_t scale_pair(int step) const {
     const int group = step * 16 / GROUP;
     if (SCALE_BYTES == 1) {
-      const uint32_t both = ptx::halves_of_e4m3(scales[0] >> group * 8 & 0xff) & 0xffff;
-      const float scale = __half2float(__ushort_as_half(both));
-      return packed(scale, scale);
+      const uint32_t both = ptx::halves_of_e4m3(scales[0] >> group / 2 * 16 & 0xffff);
+      const __half* const of = reinterpret_cast<const __half*>(&both);
+      const uint32_t two = BFLOAT16 ? packed(__half2float(of[0]), __half2float(of[1])) : both;
+      const uint32_t pair = ptx::mul(two, power_pair(kScaleBias), Element());
+      return ptx::half_twice(pair, group % 2);
     }
-    const uint32_t word = scales[group / 2];
-    return group % 2 ? word >> 16 | (word & 0xffff0000) : twice(word & 0xffff);
+    return ptx::half_twice(scales[group / 2], group % 2);
   }
   __device__ __forceinline__ uint32_t offset(int step) const {
     const int group = step * 16 / GROUP;

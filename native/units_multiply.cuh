@@ -14,9 +14,10 @@ constexpr int kWarpPairs = kTileRowBlocks / 2;  // pairs of row blocks of a warp
 static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
 // A product waits for the one before it with the same sums: with one tile of X there are two sets.
 constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
-// With more rows of X, scaling the weights takes less than scaling sums, and no registers. Factors
-// of scales are applied with a warp's last unit. e2m1 times e4m3 is exact in 16 bits.
-constexpr bool kScalesWeights = TILES > 1 && SCALE_BYTES < 4;
+// With more rows of X, or a scale for each product, scaling the weights takes less than scaling sums,
+// and no registers. Factors of scales are applied with a warp's last unit. e2m1 times e4m3 is exact
+// in 16 bits.
+constexpr bool kScalesWeights = SCALE_BYTES == 1 || (TILES > 1 && SCALE_BYTES < 4);
 constexpr int kAtOnce = TILES == 1 || !kFewRegisters ? 4 : 2;  // row blocks
 // Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
 constexpr int kLoadedSteps = kFewRegisters && kCodeBits == 8 ? 2 / TILES
@@ -78,8 +79,13 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x_address, b
       for (int pair = 0; pair < kPairs; pair++) {
         const int top = 2 * pair, bottom = top + 1;
         uint32_t of_top[2], of_bottom[2] = {};
-        codes[top].expand(step, scales[top], of_top);
-        if (bottom < row_blocks) codes[bottom].expand(step, scales[bottom], of_bottom);
+        if (SCALE_BYTES == 1) {  // a scale has the power of two too
+          codes[top].place(step, of_top);
+          if (bottom < row_blocks) codes[bottom].place(step, of_bottom);
+        } else {
+          codes[top].expand(step, scales[top], of_top);
+          if (bottom < row_blocks) codes[bottom].expand(step, scales[bottom], of_bottom);
+        }
 #pragma unroll
         for (int i = 0; i < 2 && kScalesWeights; i++) {
           of_top[i] = ptx::mul(of_top[i], scales[top].scale_pair(step), Element());
@@ -101,7 +107,7 @@ __device__ __forceinline__ void multiply(const uint8_t* w, uint32_t x_address, b
   if (kScalesWeights && SCALE_BYTES == 1 && last) {
 #pragma unroll
     for (int i = 0; i < row_blocks; i++) {
-      const float factor = factor_of(w + i * kUnitBytes, lane / 4);
+      const float factor = factor_of(w + i * kUnitBytes, lane / 4) * (1 << kBias - kScaleBias);
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         float2& sum = acc[i / 2][2 * tile + i % 2];

@@ -34,6 +34,7 @@ SMS = 3
 HALF = torch.float16
 ACCESS = (TierAccess(), TierAccess(sms=2, window_bytes=8 * 1024))
 INT4 = Quantised("int4", 128)
+NVFP4 = Quantised("e2m1", 16, 1)
 Build = Callable[..., EmulatedKernel]
 
 
@@ -121,10 +122,14 @@ def test_it_is_exact(layout: Quantised, n: int, m: int, k: int) -> None:
     assert error(run(matrix, n), exact(matrix, n)) < 7e-4
 
 
-@pytest.mark.parametrize("layout", [INT4, Quantised("int8", 32, 2, True), LAYOUTS[-2]], ids=str)
-def test_bfloat16(layout: Quantised) -> None:
+@pytest.mark.parametrize(
+    ("layout", "n"),
+    [(INT4, 9), (Quantised("int8", 32, 2, True), 9), (LAYOUTS[-2], 9), (NVFP4, 9), (NVFP4, 7)],
+    ids=str,
+)
+def test_bfloat16(layout: Quantised, n: int) -> None:
     matrix = matrix_of(layout, 90, 520, dtype=torch.bfloat16)
-    assert error(run(matrix, 9), exact(matrix, 9)) < 5e-3
+    assert error(run(matrix, n), exact(matrix, n)) < 5e-3
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu_mul"])

@@ -59,6 +59,10 @@ inline uint32_t bytes_of(uint32_t word, uint32_t selector) {
   return result;
 }
 
+inline uint32_t half_twice(uint32_t word, bool high) {
+  return (high ? word >> 16 : word & 0xffff) * 0x10001;
+}
+
 inline uint4 load_chunk(uint32_t address) {
   uint4 words;
   std::memcpy(&words, emulator::at(address, sizeof words), sizeof words);
