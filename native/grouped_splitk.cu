@@ -64,13 +64,13 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
   RingPosition stage;
   for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
     int first, count;
-    divide(at.row_blocks, first, count);
+    divide(kShares, at.row_blocks, first, count);
     Sums sums[kWarpPairs] = {};
     for (int unit = 0; unit < args.atoms / kUnitAtoms; unit += at.stage_atoms / kUnitAtoms) {
       wait_for(ring, stage);
       const int units = min(at.stage_atoms / kUnitAtoms, args.atoms / kUnitAtoms - unit);
 #pragma unroll 1
-      for (int i = (own_share() - unit) & (kShares - 1); i < units; i += kShares) {
+      for (int i = (own_share(kShares) - unit) & (kShares - 1); i < units; i += kShares) {
         const uint8_t* const w = smem + (ring.smem_w(stage.stage) - ptx::smem_address(smem)) +
                                  (i * at.row_blocks + first) * kUnitBytes;
         const uint32_t x = ring.smem_x(stage.stage) + i * kUnitAtoms * kAtomK * 2;
@@ -83,10 +83,10 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
       }
       release(ring, stage);
     }
-    const int share = own_share();
+    const int share = own_share(kShares);
     const Outputs outputs(args, at, first + 2 * share, count - 2 * share);
     Accumulators acc;
-    reduce(sums, share, (count + 1) / 2, acc.tile[0]);
+    reduce(sums, kShares, share, (count + 1) / 2, acc.tile[0]);
     store(outputs, acc);
   }
 }

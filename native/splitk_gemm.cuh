@@ -59,6 +59,7 @@ struct SplitKGemmArgs {
   float2* partials;           // [2][row blocks][TILES][32]; for halves of K
   const uint8_t* ahead;       // prefetched to L2 for a later launch, a part by each CTA of tier 0
   int ahead_bytes;            // of such a part
+  int k_shares;               // with units and one tile of X: shares of K, 4 or 8
 };
 
 __device__ __forceinline__ bool has_halves(const SplitKGemmArgs& args) {

@@ -1,8 +1,8 @@
 // The consumers of SplitK_GEMM for a W of 4 or 8 bits: all 8 warps multiply each group with mma.
 //
-//   each warpgroup has half of the group's row blocks; its four warps divide K:
+//   each team of warps has a part of the group's row blocks; its warps divide K:
 //     for each stage: wait for it
-//       if it has a unit of the warp's share, which is every fourth one:
+//       if it has a unit of the warp's share, which is every fourth or eighth one:
 //         for each pair of row blocks:
 //           for each group of columns: sums = W X^T; acc += scales * sums
 //       release it
@@ -32,23 +32,26 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
                                         int tier_of_cta, int, const Moments& moments) {
   const int stage_units = args.tiers[tier_of_cta].stage_atoms / kUnitAtoms;  // 1, 2 or 4
   const int units = args.k / kUnitCols;
+  const int shares = TILES == 1 ? args.k_shares : kShares;
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
   for (; !at.done(); at.next_group()) {
     int first, count;
-    divide(at.row_blocks(), first, count);
+    divide(shares, at.row_blocks(), first, count);
     Sums sums[kWarpPairs] = {};
+    int next = own_share(shares);  // unit of the warp
 #pragma unroll 1
     for (int unit = 0; unit < units; unit += stage_units) {
       wait_for(ring, stage);
-      // The warp's unit of the stage, if it has one: a stage has as many as shares, or fewer.
-      const int own = own_share() - unit & kShares - 1;
-      if (own < min(stage_units, units - unit)) {
+      // A stage has at most one unit of the warp.
+      if (next < min(unit + stage_units, units)) {
+        const int own = next - unit;
         const uint8_t* const w = smem + (ring.smem_w(stage.stage) - ptx::smem_address(smem)) +
                                  (own * at.row_blocks() + first) * kUnitBytes;
         const uint32_t x = ring.smem_x(stage.stage) + own * kUnitAtoms * kXAtomBytes;
-        const bool last = unit + own + kShares >= units;
+        next += shares;
+        const bool last = next >= units;
 #pragma unroll
         for (int i = 0; i < kTileRowBlocks; i += kAtOnce) {
           if (i < count)
@@ -58,13 +61,13 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       release(ring, stage);
     }
 
-    divide(at.row_blocks(), first, count);
-    const int share = own_share();
+    divide(shares, at.row_blocks(), first, count);
+    const int share = own_share(shares);
     // Stores the outputs of a pair. Its loads take about as long as the exchange of sums.
     const int own = first + 2 * share, row_block = at.first_row_block + at.row_block + own;
     const Epilogue epilogue(args, row_block * kRowsPerBlock, count - 2 * share);
     Accumulators acc;
-    reduce(sums, share, (count + 1) / 2, acc.tile[0]);
+    reduce(sums, shares, share, (count + 1) / 2, acc.tile[0]);
     epilogue.store(acc, moments);
   }
 }

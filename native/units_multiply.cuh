@@ -1,5 +1,7 @@
-// Products with a W of 4 or 8 bits for few rows of X, by mma: the warps of a warpgroup divide K, and
-// then add their sums, (0 + 1) + (2 + 3).
+// Products with a W of 4 or 8 bits for few rows of X, by mma: the warps of a team divide K in shares,
+// and then add their sums, (0 + 1) + (2 + 3), and with 8 shares ... + ((4 + 5) + (6 + 7)). With 4
+// shares each warpgroup is a team and has half of a group's row blocks. With 8 shares all warps are
+// one team; such a group has at most kTileRowBlocks row blocks.
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
@@ -9,7 +11,7 @@
 
 #include "units.cuh"
 
-constexpr int kShares = kWarpgroup / 32;        // of K
+constexpr int kShares = kWarpgroup / 32;        // of K, at least
 constexpr int kWarpPairs = kTileRowBlocks / 2;  // pairs of row blocks of a warp, at most
 static_assert(kWarpPairs == kShares, "a warp stores the outputs of one pair");
 // A product waits for the one before it with the same sums: with one tile of X there are two sets.
@@ -128,53 +130,68 @@ __device__ __forceinline__ void multiply_some(int count, const uint8_t* w, uint3
   }
 }
 
-// The sums of the four warps for pair `share` of their `count`, two pairs at a time;
-// sums[i] are the warp's own for pair i.
-__device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int share, int count,
-                                       Sums& total) {
-  const int warpgroup = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
-  constexpr int kPart = 32 * TILES;  // of a warp, for a pair
-  float4* const parts = reinterpret_cast<float4*>(smem) + warpgroup * 2 * kShares * kPart +
+// The warp's team, its share of K, and its team's row blocks of a group. Opaque: computed anew where
+// they are used, they occupy no registers during the products.
+__device__ __forceinline__ int own_team(int shares) {
+  return shares > kShares ? 0 : ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup;
+}
+__device__ __forceinline__ int own_share(int shares) {
+  return ptx::opaque<uint32_t>(threadIdx.x) / 32 & shares - 1;
+}
+__device__ __forceinline__ void divide(int shares, int row_blocks, int& first, int& count) {
+  const int most = shares > kShares ? row_blocks : (row_blocks + 1) / 2;
+  first = own_team(shares) * most;
+  count = min(most, row_blocks - first);
+}
+
+constexpr int kPart = 32 * TILES;  // float4s of a warp's sums for a pair
+
+// The sum of four warps' parts.
+__device__ __forceinline__ float4 sum_of(const float4* parts) {
+  float4 of[kShares];
+#pragma unroll
+  for (int from = 0; from < kShares; from++)
+    of[from] = parts[from * 2 * kPart];
+#pragma unroll
+  for (int distance = 1; distance < kShares; distance *= 2) {
+#pragma unroll
+    for (int to = 0; to < kShares; to += 2 * distance) {
+      const float4 more = of[to + distance];
+      of[to].x += more.x, of[to].y += more.y, of[to].z += more.z, of[to].w += more.w;
+    }
+  }
+  return of[0];
+}
+
+// The sums of a team's warps for pair `share` of their `count`, two pairs at a time; sums[i] are the
+// warp's own for pair i.
+__device__ __forceinline__ void reduce(const Sums (&sums)[kWarpPairs], int shares, int share,
+                                       int count, Sums& total) {
+  const int barrier = kExchangeBarrier + own_team(shares), threads = 32 * shares;
+  float4* const parts = reinterpret_cast<float4*>(smem) + own_team(shares) * 2 * kShares * kPart +
                         threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < kWarpPairs; first += 2) {
     if (first >= count) break;
     // The parts before have been read.
-    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
+    ptx::named_barrier_sync(barrier, threads);
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
       const Sums& of = sums[first + i / TILES];
       const float2 top = of[i % TILES * 2], bottom = of[i % TILES * 2 + 1];
       parts[share * 2 * kPart + 32 * i] = {top.x, top.y, bottom.x, bottom.y};
     }
-    ptx::named_barrier_sync(kExchangeBarrier + warpgroup, kWarpgroup);
+    ptx::named_barrier_sync(barrier, threads);
     if (share / 2 != first / 2) continue;
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-      float4 of[kShares];
-#pragma unroll
-      for (int from = 0; from < kShares; from++)
-        of[from] = parts[(2 * from + share % 2) * kPart + 32 * i];
-#pragma unroll
-      for (int distance = 1; distance < kShares; distance *= 2) {
-#pragma unroll
-        for (int to = 0; to < kShares; to += 2 * distance) {
-          const float4 more = of[to + distance];
-          of[to].x += more.x, of[to].y += more.y, of[to].z += more.z, of[to].w += more.w;
-        }
+      const float4* const of_pair = parts + share % 2 * kPart + 32 * i;
+      float4 sum = sum_of(of_pair);
+      if (shares > kShares) {
+        const float4 more = sum_of(of_pair + kShares * 2 * kPart);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
       }
-      total[2 * i] = {of[0].x, of[0].y}, total[2 * i + 1] = {of[0].z, of[0].w};
+      total[2 * i] = {sum.x, sum.y}, total[2 * i + 1] = {sum.z, sum.w};
     }
   }
-}
-
-// The warp's share of K, and its warpgroup's row blocks of a group. Opaque: computed anew where they are used,
-// they occupy no registers during the products.
-__device__ __forceinline__ int own_share() {
-  return ptx::opaque<uint32_t>(threadIdx.x) / 32 % kShares;
-}
-__device__ __forceinline__ void divide(int row_blocks, int& first, int& count) {
-  const int half = (row_blocks + 1) / 2;
-  first = ptx::opaque<uint32_t>(threadIdx.x) / kWarpgroup * half;
-  count = min(half, row_blocks - first);
 }

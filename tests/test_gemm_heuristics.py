@@ -104,6 +104,23 @@ def test_even_groups_give_the_busiest_no_more(
         assert busiest <= without
 
 
+@given(deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans(), st.booleans())
+def test_shares_of_k_do_not_depend_on_tiers(
+    deal: Deal, n: int, even_waves: bool, units: bool
+) -> None:
+    """With eight of them no group is taller than what all warps can have."""
+    row_blocks, tiers, sms = deal
+    card, atom_bytes = hopper(sms, even_waves=even_waves), 272 if units else ATOM_BYTES
+    n = min(n, splitk_rows(atom_bytes))
+    resident = split_row_blocks([sum(row_blocks)], tiers[:1], card=card, atom_bytes=atom_bytes)
+    few = not units or n > 8 or resident[0].group > 8
+    splits = split_row_blocks(row_blocks, tiers, card=card, atom_bytes=atom_bytes)
+    for own, access in ((resident, tiers[:1]), (splits, tiers)):
+        config = gemm_config(n, own, access, card=card, atom_bytes=atom_bytes)
+        assert config.k_shares == (4 if few else 8)
+        assert config.k_shares == 4 or all(split.group <= 8 for split in own)
+
+
 @given(
     deals(), st.integers(1, SPLITK_MAX_ROWS), st.booleans(),
     st.sampled_from([ATOM_BYTES, 544, 272]),

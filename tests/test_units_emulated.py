@@ -116,9 +116,10 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     ),
     ids=str,
 )
-@pytest.mark.parametrize(("m", "k"), [(203, 1000), (40, 640)])
-def test_it_is_exact(layout: Quantised, n: int, m: int, k: int) -> None:
+@pytest.mark.parametrize(("m", "k", "shares"), [(203, 1000, 4), (40, 640, 8), (150, 1160, 8)])
+def test_it_is_exact(layout: Quantised, n: int, m: int, k: int, shares: int) -> None:
     matrix = matrix_of(layout, m, k)
+    assert config_of(matrix, n).k_shares == (shares if n <= 8 else 4)
     assert error(run(matrix, n), exact(matrix, n)) < 7e-4
 
 
@@ -174,6 +175,48 @@ def test_no_bit_depends_on_how_it_is_run(n: int, build: Build) -> None:
     ):  # fmt: skip
         kernel.seed = 1000 * seed
         matrix = matrix_of(INT4, 203, 1416, row_blocks, access, even=even)
+        assert torch.equal(run(matrix, n, access), wanted), row_blocks
+
+
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("k", [1416, 200])  # units: more than shares of K, or fewer
+def test_no_bit_of_eight_shares_depends_on_how_it_is_run(n: int, k: int, build: Build) -> None:
+    """Also where a tier has so few CTAs that its groups would be taller."""
+    kernel, resident = variant(build, INT4, n), matrix_of(INT4, 180, k)
+    wanted = run(resident, n)
+    assert error(wanted, exact(resident, n)) < 7e-4
+    windows = (TierAccess(window_bytes=1), TierAccess(1, 64 * 1024))
+    for seed, (row_blocks, access, groups) in enumerate(
+        [
+            ((0, 23), ACCESS, (1, 6)), ((20, 3), ACCESS, (5, 2)), ((20, 3), windows, (5, 3)),
+            ((3, 20), windows, (2, 5)), ((22, 1), windows, (6, 1)),
+        ]
+    ):  # fmt: skip
+        kernel.seed = 1000 * seed
+        matrix = matrix_of(INT4, 180, k, row_blocks, access)
+        assert tuple(part.split.group for part in matrix.parts) == groups
+        assert config_of(matrix, n, access).k_shares == 8
+        assert torch.equal(run(matrix, n, access), wanted), row_blocks
+
+
+def test_groups_too_tall_for_eight_shares_are_refused() -> None:
+    matrix = matrix_of(INT4, 180, 256, even=False)
+    with pytest.raises(ValueError, match="at most 8 row blocks with 8 shares"):
+        run(matrix, 8)
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_eight_shares_of_mixed_tiers_change_no_bit(n: int, build: Build) -> None:
+    wanted = run(matrix_of(INT4, 180, 712), n)
+    kernel = variant(build, INT4, n, mixes=True)
+    mixed = (TierAccess(), TierAccess(mixed=True))
+    for seed, (row_blocks, access) in enumerate(
+        [((22, 1), mixed), ((1, 22), mixed), ((9, 9, 5), (*mixed, TierAccess(1)))]
+    ):
+        kernel.seed = 1000 * seed
+        matrix = matrix_of(INT4, 180, 712, row_blocks, access)
+        config = config_of(matrix, n, access)
+        assert config.mixes and config.k_shares == 8
         assert torch.equal(run(matrix, n, access), wanted), row_blocks
 
 

@@ -29,6 +29,7 @@ from dakrun.launches.experts import (
 )
 from dakrun.launches.grouped_tiled import grouped_launch, grouped_shapes
 from dakrun.launches.splitk import (
+    K_SHARES,
     STEP_ATOMS,
     GemmConfig,
     Ring,
@@ -56,6 +57,7 @@ from dakrun.launches.tiled_shapes import (
 
 __all__ = [
     "EXPERT_CHUNK_ROWS",
+    "K_SHARES",
     "MAX_EXPERTS",
     "MAX_OUTPUT_BLOCKS",
     "OUTPUT_BLOCK_BYTES",

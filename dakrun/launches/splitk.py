@@ -34,6 +34,8 @@ COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, 
 MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
 X_ALIGN = 1024  # bytes: X's swizzle
+K_SHARES = 4  # of units along K: each of a warpgroup's warps takes one
+MANY_K_SHARES = 8  # each of a CTA's warps takes one
 COMBINE_BYTES = 60 * 1024  # bytes an SM could read from HBM while the last halves combine
 
 
@@ -53,16 +55,18 @@ class Ring:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Launch of SplitK_GEMM. The result's bits depend on `x_tiles` and `half_cols` alone.
+    """Launch of SplitK_GEMM. Its bits depend on `x_tiles`, `half_cols` and `k_shares` alone.
 
     X has up to `x_tiles` tiles of 8 rows. The halves of K are the first `half_cols` columns and the
-    rest; with 0 each CTA takes all of K. Each tier has a split and a ring. With `mixes` the local
-    CTAs take the groups of the mixed split. `ctas` includes idle ones (Card.with_idle).
+    rest; with 0 each CTA takes all of K. A CTA's warps divide units along K in `k_shares`. Each
+    tier has a split and a ring. With `mixes` the local CTAs take the groups of the mixed split.
+    `ctas` includes idle ones (Card.with_idle).
     """
 
     ctas: int
     x_tiles: int
     half_cols: int
+    k_shares: int
     shared_bytes: int
     splits: tuple[Split, ...]
     rings: tuple[Ring, ...]
@@ -94,9 +98,12 @@ def split_row_blocks(
     """Assign `row_blocks` of each tier (the local one first) to the card's SMs, one CTA each.
 
     A remote tier gets the SMs of its limit, the local tier the rest. Local CTAs also take the
-    groups of the first mixed tier. An atom of W has `atom_bytes`.
+    groups of the first mixed tier. An atom of W has `atom_bytes`. If warps may divide K in
+    MANY_K_SHARES, no tier's groups have more than TILE_ROW_BLOCKS.
     """
     sms = card.sms
+    many = k_shares(sum(row_blocks), 1, card, atom_bytes) == MANY_K_SHARES
+    most = TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
     mixed = _mixed_tier(row_blocks, tiers)
     others = row_blocks[mixed] if mixed else 0
     remote = [
@@ -112,7 +119,7 @@ def split_row_blocks(
         else:
             ctas = remote[number - 1]
             assigned = (count, ctas, 0)
-        group = even_group(*assigned) if card.even_waves else MAX_GROUP_ROW_BLOCKS
+        group = even_group(*assigned, most) if card.even_waves else most
         ctas = min(ctas, group_count(group, count, 0 if number else others))
         cols = _step_cols(group, atom_bytes)
         splits.append(Split(count, ctas, group, cols, mixed=0 < number == mixed))
@@ -162,6 +169,7 @@ def gemm_config(
     ]  # fmt: skip
     return GemmConfig(
         half_cols=half_cols,
+        k_shares=k_shares(row_blocks, x_tiles, card, atom_bytes),
         ctas=card.with_idle(sum(s.ctas for s in splits if not (mixes and s.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
@@ -194,6 +202,19 @@ def half_columns(
     whole = max(w, (w + x) / L2_SPEED)
     halves = max(w, (w + x / 2 + 1.5 * partials) / L2_SPEED) + COMBINE_BYTES
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
+
+
+def k_shares(row_blocks: int, x_tiles: int, card: Card, atom_bytes: int) -> int:
+    """Shares of K that a CTA's warps take: MANY_K_SHARES if groups have up to TILE_ROW_BLOCKS.
+
+    With K_SHARES a warp has half of a group's row blocks: too few of a small group to hide
+    latencies. With MANY_K_SHARES it has all of them. Depends on W's `row_blocks` and the card
+    alone, not on W's tiers, so that tiers change no bit. Elements of 16 bits, and more than one
+    tile of X, always have K_SHARES.
+    """
+    if unit_atoms(atom_bytes) == 1 or x_tiles > 1 or not card.even_waves:
+        return K_SHARES
+    return K_SHARES if even_group(row_blocks, card.sms) > TILE_ROW_BLOCKS else MANY_K_SHARES
 
 
 def ring(

@@ -21,6 +21,7 @@ from dakrun.geometry import (
     SPLITK_THREADS,
     SPLITK_UNITS_MAX_ROWS,
     SPLITK_X_TILES,
+    TILE_ROW_BLOCKS,
     UNIT_ATOMS,
     UNIT_COLS,
 )
@@ -30,7 +31,7 @@ from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder, address, fields, ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map
-from dakrun.launches import GemmConfig, can_mix, splitk_rows, tiles_for
+from dakrun.launches import K_SHARES, GemmConfig, can_mix, splitk_rows, tiles_for
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -70,7 +71,7 @@ class _Args(ctypes.Structure):
         *fields(ctypes.c_float, "eps", "inverse_k"),
         *ints("half_atoms"),
         *pointers("arrivals", "partials", "ahead"),
-        *ints("ahead_bytes"),
+        *ints("ahead_bytes", "k_shares"),
     )
 
 
@@ -134,6 +135,11 @@ def splitk_gemm(
         part.split for part in weight.parts
     ):
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
+    if config.k_shares > K_SHARES and any(s.group > TILE_ROW_BLOCKS for s in config.splits):
+        raise ValueError(
+            f"expected groups of at most {TILE_ROW_BLOCKS} row blocks with {config.k_shares} "
+            f"shares of K, got {config}"
+        )
     _check_halves(config, workspace, k, normalised=norm != "none")
     if weight.format.macros and (n > SPLITK_UNITS_MAX_ROWS or norm != "none"):
         raise ValueError(
@@ -160,6 +166,7 @@ def splitk_gemm(
         eps=eps,
         inverse_k=1 / k,
         half_atoms=config.half_cols // ATOM_COLS or atoms,
+        k_shares=config.k_shares,
         arrivals=0 if workspace is None else workspace.arrivals.data_ptr(),
         partials=0 if workspace is None else workspace.partials.data_ptr(),
     )
