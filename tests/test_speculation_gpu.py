@@ -183,7 +183,7 @@ def test_chats_with_a_shared_prefix(path: Path, dtype: str, ratio: float) -> Non
                 found = run(llm, requests)
                 continue
             compared = divergences(partial(run, llm), requests, found)
-    check(in_float32(path), getattr(torch, dtype), *compared)
+    check(in_float32(path), getattr(torch, dtype), *compared, units=2)
 
 
 def test_few_blocks_and_other_options(
