@@ -66,8 +66,8 @@ BANDWIDTH_MAX_STAGES = 64
 ELEMENTWISE_THREADS = 256  # per CTA of embed, store_kv and unpack
 UNPACK_ATOMS = 4  # atoms per warp of unpack
 ROW_THREADS = 1024  # per CTA of select_token; the maximum per CTA of normalize
-NORMALIZE_CHUNKS = 2  # chunks of a row that a thread of normalize holds at most
-NORMALIZE_MAX_COLS = NORMALIZE_CHUNKS * CHUNK * ROW_THREADS  # maximum columns of a row
+NORMALIZE_SHARING_COLS = CHUNK * ROW_THREADS  # of rows up to which CTAs of normalize share an SM
+NORMALIZE_MAX_COLS = 2 * NORMALIZE_SHARING_COLS  # maximum columns of a row
 DRAFT_THREADS = 256  # per CTA of draft_tokens, which has one row
 LONGEST_MATCH = 32  # tokens of a text's end that are compared to find drafts, at most
 NO_TOKEN = -1  # in place of the token of a row whose largest logit is NaN or infinite
@@ -102,7 +102,6 @@ CUDA_CONSTANTS = {
     "ELEMENTWISE_THREADS": ELEMENTWISE_THREADS,
     "UNPACK_ATOMS": UNPACK_ATOMS,
     "ROW_THREADS": ROW_THREADS,
-    "NORMALIZE_CHUNKS": NORMALIZE_CHUNKS,
     "DRAFT_THREADS": DRAFT_THREADS,
     "LONGEST_MATCH": LONGEST_MATCH,
     "NO_TOKEN": NO_TOKEN,

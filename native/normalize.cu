@@ -13,6 +13,9 @@
 
 constexpr int kMaxThreads = ROW_THREADS;
 constexpr int kChunks = NORMALIZE_CHUNKS;  // of a thread, at most
+// With one chunk a thread needs at most 32 registers: beside the largest CTA an SM has enough left
+// for one with a ring.
+constexpr int kCtasOfSm = kChunks == 1 ? 2 : 1;
 
 struct NormalizeArgs {
   const Element* x;       // [n, cols], rows x_stride apart
@@ -26,9 +29,20 @@ struct NormalizeArgs {
   int64_t x_stride, out_stride;
 };
 
+// Two elements in a register. Through __nv_bfloat16 they would take more registers.
+__device__ __forceinline__ float2 floats(uint32_t both) {
+#if BFLOAT16
+  return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000)};
+#else
+  return unpacked(both);
+#endif
+}
+
 // A thread's part of a row: chunks threadIdx.x, threadIdx.x + blockDim.x, ... within the row.
 struct Part {
-  Chunk chunks[kChunks];
+  struct __align__(16) Words {
+    uint32_t of[4];
+  } chunks[kChunks];
 
   template <class Function>
   static __device__ __forceinline__ void for_each(const NormalizeArgs& args, Function function) {
@@ -40,7 +54,7 @@ struct Part {
   }
   __device__ __forceinline__ void load(const NormalizeArgs& args, const Element* row) {
     for_each(args,
-             [&](int i, int number) { chunks[i] = reinterpret_cast<const Chunk*>(row)[number]; });
+             [&](int i, int number) { chunks[i] = reinterpret_cast<const Words*>(row)[number]; });
   }
   // Mean of `term` over the elements of the row; called by all threads of the CTA.
   template <class Term>
@@ -49,14 +63,17 @@ struct Part {
     float sum = 0.0f;
     for_each(args, [&](int i, int) {
 #pragma unroll
-      for (const Element& element : chunks[i].of)
-        sum += term(to_float(element));
+      for (const uint32_t both : chunks[i].of) {
+        const float2 x = floats(both);
+        sum += term(x.x);
+        sum += term(x.y);
+      }
     });
     return reduce_cta(sum, parts, [](float a, float b) { return a + b; }) / args.cols;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
+extern "C" __global__ void __launch_bounds__(kMaxThreads, kCtasOfSm)
     normalize(const __grid_constant__ NormalizeArgs args) {
   __shared__ float sums[kMaxWarps];
   __shared__ float squares[kMaxWarps];
@@ -73,15 +90,22 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
       x.mean(args, squares, [=](float value) { return (value - mean) * (value - mean); });
   const float scale = rsqrtf(variance + args.eps);
   Part::for_each(args, [&](int i, int number) {
-    Chunk result;
+    Part::Words result;
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float value = (to_float(x.chunks[i].of[j]) - mean) * scale;
-      if (!args.centered) convert(result.of[j], value), value = to_float(result.of[j]);
-      if (args.weight) value *= to_float(weight.chunks[i].of[j]);
-      if (args.bias) value += to_float(bias.chunks[i].of[j]);
-      convert(result.of[j], value);
+    for (int j = 0; j < 4; j++) {
+      const float2 in = floats(x.chunks[i].of[j]);
+      float2 y = {(in.x - mean) * scale, (in.y - mean) * scale};
+      if (!args.centered) y = floats(packed(y.x, y.y));
+      if (args.weight) {
+        const float2 w = floats(weight.chunks[i].of[j]);
+        y.x *= w.x, y.y *= w.y;
+      }
+      if (args.bias) {
+        const float2 b = floats(bias.chunks[i].of[j]);
+        y.x += b.x, y.y += b.y;
+      }
+      result.of[j] = packed(y.x, y.y);
     }
-    reinterpret_cast<Chunk*>(args.out + blockIdx.x * args.out_stride)[number] = result;
+    reinterpret_cast<Part::Words*>(args.out + blockIdx.x * args.out_stride)[number] = result;
   });
 }

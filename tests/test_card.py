@@ -40,6 +40,9 @@ def test_a_hopper_and_a_small_card() -> None:
     assert [H200.max_clusters(ctas) for ctas in (1, 2, 8, 9)] == [132, 66, 15, 0]
     assert [SMALL.max_clusters(ctas) for ctas in (1, 2)] == [188, 0]
     assert Card.of("9.0", sms=66).clusters == (33, 19, 15, 11, 8, 7, 7), "in proportion"
+    assert [H200.ringless_bytes(1, ctas) for ctas in (131, 132, 264)] == [0, H200.ring_bytes, 0]
+    assert H200.ringless_bytes(64, 132) == 0, "many rows"
+    assert SMALL.ringless_bytes(1, SMALL.sms) == 0, "CTAs do not share an SM"
 
 
 def test_a_profile_s_card() -> None:

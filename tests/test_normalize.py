@@ -1,15 +1,18 @@
 """Norms are those of the models: a rounding apart, and as exact as torch's."""
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+from cards import H200, SMALL, hold_to
 from packed_matrices import normal
 from torch.nn import functional as F
 
 from dakrun.geometry import NORMALIZE_MAX_COLS
+from dakrun.hardware import Card
 from dakrun.kernels import HeadNorms, normalize, normalize_heads
-from dakrun.kernels.runtime import DTYPES
+from dakrun.kernels.runtime import DTYPES, jit
 from dakrun.models.functional import rms_norm
 
 EPS = 1e-5
@@ -57,6 +60,26 @@ def test_layer_norm(cols: int, dtype: torch.dtype, kernel_device: str) -> None:
             for found in (out, F.layer_norm(x, (cols,), w, b, EPS))
         ]
         assert bool((errors[0] <= 2 * errors[1] + 1e-6).all()), errors
+
+
+@pytest.mark.parametrize(
+    ("card", "n", "launch"),
+    [(H200, 1, (132, H200.ring_bytes)), (H200, 17, (132, 0)), (SMALL, 2, (2, 0))],
+)
+def test_a_padded_grid_takes_half_of_each_sm(
+    card: Card, n: int, launch: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def record(ctas: int, threads: int, args: Any, *, shared_bytes: int, pdl: bool) -> None:
+        asked.append((ctas, shared_bytes))
+
+    monkeypatch.setattr(jit, "kernel", lambda *_: SimpleNamespace(launch=record))
+    monkeypatch.setattr("dakrun.kernels.runtime.operands.check_gpu", lambda _: None)
+    hold_to(card, monkeypatch)
+    x = torch.zeros(n, 64, dtype=torch.float16)
+    normalize(x, x, "rms", eps=EPS, pad_grid=True)
+    assert asked == [launch]
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

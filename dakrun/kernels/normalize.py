@@ -5,7 +5,12 @@ import ctypes
 import torch
 
 from dakrun.config import NormKind
-from dakrun.geometry import CHUNK, NORMALIZE_MAX_COLS, ROW_THREADS
+from dakrun.geometry import (
+    CHUNK,
+    NORMALIZE_MAX_COLS,
+    NORMALIZE_SHARING_COLS,
+    ROW_THREADS,
+)
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.card import card_of
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
@@ -42,7 +47,8 @@ def normalize(
     weight, as Llama does, and takes no bias. With `pdl` the launch may start before its predecessor
     ends, and reads weight and bias early. `pad_grid` adds idle CTAs up to the same number on each
     SM, for a successor launched with PDL that runs two CTAs per SM, where two share one: on free
-    SMs the GPU would place both of them together.
+    SMs the GPU would place both of them together. Up to NORMALIZE_SHARING_COLS columns a CTA of the
+    successor fits beside one of this launch.
     Raises ValueError if an operand has the wrong shape, dtype, device or alignment.
     """
     if x.dim() != 2 or x.dtype not in operands.DTYPES:
@@ -85,13 +91,22 @@ def normalize(
         out_stride=out.stride(0),
     )
     threads = min(ROW_THREADS, WARP * ceil_div(cols, WARP * CHUNK))
-    kernel = jit.kernel(SOURCE, "normalize", operands.defines(x.dtype))
-    sms = card_of(x.device).with_idle(1) if pad_grid else 1
+    kernel = jit.kernel(SOURCE, "normalize", defines(x.dtype, cols))
+    card = card_of(x.device)
+    sms = card.with_idle(1) if pad_grid else 1
+    ctas = sms * ceil_div(n, sms)
+    shared_bytes = card.ringless_bytes(n, ctas) if pad_grid else 0
     if n:
-        kernel.launch(sms * ceil_div(n, sms), threads, args, pdl=pdl)
+        kernel.launch(ctas, threads, args, shared_bytes=shared_bytes, pdl=pdl)
     return out
+
+
+def defines(dtype: torch.dtype, cols: int) -> Macros:
+    """Macros of the variant for rows of `cols` columns."""
+    chunks = 1 if cols <= NORMALIZE_SHARING_COLS else 2
+    return {**operands.defines(dtype), "NORMALIZE_CHUNKS": chunks}
 
 
 @compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
-    return [operands.defines(needs.dtype)]
+    return [defines(needs.dtype, cols) for cols in (NORMALIZE_SHARING_COLS, NORMALIZE_MAX_COLS)]

@@ -184,11 +184,11 @@ def route(
     # Pairs of rows, and of an expert a mask of rows and two counts; the rest is used in turns.
     placing = min(n, ROUTER_MAX_ROWS) * routing.top_k * 8 + experts * (ROUTER_MAX_ROWS // 8 + 8)
     choosing = 4 * WARPS * experts if routing.groups > 1 else 0
-    ctas, threads = bands * router_ctas(experts, hidden), WARPS * WARP
+    ctas, threads = card.with_idle(bands * router_ctas(experts, hidden)), WARPS * WARP
+    shared_bytes = max(placing + max(SUMS_BYTES, choosing), card.ringless_bytes(n, ctas))
     jit.kernel(SOURCE, "route", macros).launch(
-        card.with_idle(ctas), threads, args,
-        shared_bytes=placing + max(SUMS_BYTES, choosing), pdl=pdl,
-    )  # fmt: skip
+        ctas, threads, args, shared_bytes=shared_bytes, pdl=pdl
+    )
     if n > ROUTER_MAX_ROWS:
         kernel = jit.kernel(SOURCE, "number_pairs", macros)
         kernel.launch(bands, threads, args, shared_bytes=placing, pdl=pdl)
