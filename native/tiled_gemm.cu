@@ -91,39 +91,52 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     // Main loop over the tile's stages.
 #if WGMMA  // wgmma is asynchronous: a stage is released when the next stage's products have started
     uint32_t empty_before = 0;  // the barrier of the stage before
-#endif
-#if CODE
-    const int warp_row_block = part.row_block + threadIdx.x % kWarpgroup / 32 * 2;
-    PairScales scales[2];
-    const auto multiply_stage = [&](int k, Fragments& own) {
-      units.read(tile, k, warp_row_block, own, scales);
-      wait_barrier(ring.full_barrier[stage.stage], stage.parity);
-      own.multiply(ring.smem_x(stage.stage) + x_offset, acc);
-#if WGMMA
+    const auto started = [&] {
       wait_but_for_last();
       if (empty_before) ring.release(empty_before);
       empty_before = ring.empty_barrier[stage.stage];
-#else
-      ring.release(ring.empty_barrier[stage.stage]);
-#endif
-      stage.advance(ring.stages);
     };
+#endif
+#if CODE
+    const int warp_row_block = part.row_block + threadIdx.x % kWarpgroup / 32 * 2;
+    WarpUnits warp_units;
     int k = tile.k;
 #if WGMMA
-    // Tensor cores read one set of fragments while the other is computed. Without a branch in the
-    // loop: the compiler would let all products end before it computes fragments.
+    // Tensor cores read one set of fragments while the other is computed, piece by piece: a warp
+    // that has started some products can do nothing until the first of them ends. Without a
+    // branch in the loop: the compiler would let all products end before it computes fragments.
+    const auto read_units = [&] {
+      units.read(tile, ++k, warp_row_block, warp_units);
+      started();
+    };
+    const auto multiply_stage = [&](const Fragments& own, const auto& between) {
+      wait_barrier(ring.full_barrier[stage.stage], stage.parity);
+      own.multiply(ring.smem_x(stage.stage) + x_offset, acc, read_units, between);
+      stage.advance(ring.stages);
+    };
+    const auto multiply_and_expand = [&](const Fragments& own, Fragments& next) {
+      multiply_stage(own, [&](int step) { next.expand(warp_units, step); });
+    };
     Fragments fragments[2];
+    units.read(tile, k, warp_row_block, warp_units);
+    fragments[0].expand(warp_units);
 #pragma unroll 1
-    for (; k + 1 < tile.k_end; k += 2) {
-      multiply_stage(k, fragments[0]);
-      multiply_stage(k + 1, fragments[1]);
+    while (k + 1 < tile.k_end) {
+      multiply_and_expand(fragments[0], fragments[1]);
+      multiply_and_expand(fragments[1], fragments[0]);
     }
-    if (k < tile.k_end) multiply_stage(k, fragments[0]);
+    if (k < tile.k_end) multiply_and_expand(fragments[0], fragments[1]);
 #else
-    Fragments fragments;
 #pragma unroll 1
-    for (; k < tile.k_end; k++)
-      multiply_stage(k, fragments);
+    for (; k < tile.k_end; k++) {
+      Fragments fragments;
+      units.read(tile, k, warp_row_block, warp_units);
+      fragments.expand(warp_units);
+      wait_barrier(ring.full_barrier[stage.stage], stage.parity);
+      fragments.multiply(ring.smem_x(stage.stage) + x_offset, acc);
+      ring.release(ring.empty_barrier[stage.stage]);
+      stage.advance(ring.stages);
+    }
 #endif
 #else
 #pragma unroll 1
@@ -133,9 +146,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
                      x = ring.smem_x(stage.stage) + x_offset;
       multiply(WIDE ? x : w, 0, WIDE ? w : x, 1, acc);
 #if WGMMA
-      wait_but_for_last();
-      if (empty_before) ring.release(empty_before);
-      empty_before = ring.empty_barrier[stage.stage];
+      started();
 #else
       ring.release(ring.empty_barrier[stage.stage]);
 #endif
@@ -148,7 +159,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #endif
 
 #if CODE
-    if (!tile.stores_partial) multiply_rows(scales, acc);
+    if (!tile.stores_partial) multiply_rows(warp_units.scales, acc);
 #endif
 
     if (tile.stores_partial) {

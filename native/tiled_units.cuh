@@ -5,8 +5,8 @@
 //   X producer --copy--> [ X ] [ X ] ...         -->
 //
 // So shared memory, which limits the products of 16 bits, is read once for W, and as few bytes as W
-// has. A stage's fragments are computed while tensor cores multiply those of the stage before. The
-// ring of units lies before the stages, which have X alone.
+// has. A stage's fragments are computed while tensor cores multiply those of the stage before, each
+// one behind the start of a product. The ring of units lies before the stages, which have X alone.
 #pragma once
 
 #include "gemm_multiply.cuh"
@@ -109,41 +109,60 @@ __device__ __forceinline__ void copy_units(const TiledGemmArgs& args, const Unit
   }
 }
 
+// A warp's codes and scales of 64 columns of two row blocks, `top` and `bottom` in shared memory.
+struct WarpUnits {
+  PairScales scales[2];
+  Codes<4> codes[2];
+
+  __device__ __forceinline__ void load(const uint8_t* top, const uint8_t* bottom, int atom) {
+    const int lane = opaque_lane();
+    scales[0].load(top, atom, lane / 4), scales[1].load(bottom, atom, lane / 4);
+    codes[0].load(top, atom, 0, lane), codes[1].load(bottom, atom, 0, lane);
+  }
+};
+
 // The fragments of W of a warp for 64 columns: four products of 16 columns, and for each what
-// ptx::wgmma and ptx::mma take of two row blocks, `top` and `bottom` in shared memory.
+// ptx::wgmma and ptx::mma take of two row blocks.
 struct Fragments {
   uint32_t of[4][4];
 
-  // Leaves what the rows' sums are to be multiplied by in `scales`.
-  __device__ __forceinline__ void expand(const uint8_t* top, const uint8_t* bottom, int atom,
-                                         PairScales (&scales)[2]) {
-    const int lane = opaque_lane();
-    Codes<4> codes[2];
-    scales[0].load(top, atom, lane / 4), scales[1].load(bottom, atom, lane / 4);
-    codes[0].load(top, atom, 0, lane), codes[1].load(bottom, atom, 0, lane);
+  // The fragment of product `step`.
+  __device__ __forceinline__ void expand(const WarpUnits& from, int step) {
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        uint32_t pairs[2];
-        if (kPlaced) codes[i].place(step, pairs);
-        else codes[i].expand(step, scales[i], pairs);
-        of[step][i] = scales[i].multiply(pairs[0], step);
-        of[step][2 + i] = scales[i].multiply(pairs[1], step);
-      }
+    for (int i = 0; i < 2; i++) {
+      uint32_t pairs[2];
+      if (kPlaced) from.codes[i].place(step, pairs);
+      else from.codes[i].expand(step, from.scales[i], pairs);
+      of[step][i] = from.scales[i].multiply(pairs[0], step);
+      of[step][2 + i] = from.scales[i].multiply(pairs[1], step);
     }
   }
-
-  // acc += W X^T for 64 columns of X at a shared address. With wgmma it only starts.
-  __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc) const {
-#if WGMMA
-    ptx::wgmma_fence();
+  __device__ __forceinline__ void expand(const WarpUnits& from) {
 #pragma unroll
     for (int step = 0; step < 4; step++)
-      ptx::wgmma(acc.tile[0], of[step], ptx::matrix_descriptor(x + 32 * step),  // without a carry
-                 true, Element());
-    ptx::wgmma_commit();
+      expand(from, step);
+  }
+
+#if WGMMA
+  // Starts acc += W X^T for 64 columns of X at a shared address. Behind the first product calls
+  // `started`, and behind each one `between`.
+  template <class Started, class Between>
+  __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc, const Started& started,
+                                           const Between& between) const {
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      ptx::wgmma_fence();  // `between` writes registers that later products read
+      const uint64_t b = ptx::matrix_descriptor(x + 32 * step);  // without a carry
+      ptx::wgmma(acc.tile[0], of[step], b, true, Element());
+      if (step % 2 == 1) ptx::wgmma_commit();
+      if (step == 1) started();
+      if (step >= 1) between(step - 1);
+    }
+    between(3);
+  }
 #else
+  // acc += W X^T for 64 columns of X at a shared address.
+  __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc) const {
     const int lane = threadIdx.x % 32;
     x += lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);  // as in gemm_multiply.cuh
 #pragma unroll
@@ -158,8 +177,8 @@ struct Fragments {
                    b[2 * step], b[2 * step + 1], Element());
       }
     }
-#endif
   }
+#endif
 };
 
 // A consumer warp's way through the ring of units.
@@ -167,15 +186,15 @@ struct UnitReader {
   const UnitRing& ring;
   RingPosition unit;
 
-  // The fragments of a tile's atom `k` along K for row blocks `row_block` and `row_block` + 1, and
-  // their scales.
-  __device__ __forceinline__ void read(const Tiles& tile, int k, int row_block, Fragments& to,
-                                       PairScales (&scales)[2]) {
+  // A tile's atom `k` along K of row blocks `row_block` and `row_block` + 1, or behind the last
+  // atom nothing.
+  __device__ __forceinline__ void read(const Tiles& tile, int k, int row_block, WarpUnits& to) {
+    if (k >= tile.k_end) return;
     wait(tile, k);
     // Warps without row blocks compute what is not stored.
     const int first = row_block - tile.row_block, last = tile.row_blocks - 1;
-    to.expand(ring.unit(unit.stage, min(first, last)), ring.unit(unit.stage, min(first + 1, last)),
-              static_cast<uint32_t>(k) % kUnitAtoms, scales);
+    to.load(ring.unit(unit.stage, min(first, last)), ring.unit(unit.stage, min(first + 1, last)),
+            static_cast<uint32_t>(k) % kUnitAtoms);
     release(tile, k);
   }
   // The same for a tile of which the warp has nothing.
