@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cards import SMALL, hopper
+from cards import SMALL, here, hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import normal, packed
@@ -38,7 +38,8 @@ HIDDEN, FFN = 64, 24
 
 def products(rows: int, device: str = "cpu") -> ExpertProducts:
     like = torch.empty(0, dtype=torch.float16, device=device)
-    return ExpertProducts(rows, ROUTING, HIDDEN, FFN, like, hopper(3))
+    card = hopper(3) if device == "cpu" else here(3)
+    return ExpertProducts(rows, ROUTING, HIDDEN, FFN, like, card)
 
 
 @pytest.mark.parametrize("rows", [1, 30, 300, 1000, 9000])

@@ -52,6 +52,17 @@ def launch_of(shape: Shape, *tiers: TierTiles, stages: int = 3) -> Launch:
     return Launch(shape, stages, tiers)
 
 
+def needs_wgmma(shape: Shape, device: str) -> None:
+    """Skips the test on a GPU that has no variant for `shape`."""
+    if shape.wide and device == "cuda" and not here().has_wgmma:
+        pytest.skip("wide tiles need wgmma")
+
+
+def some_card(device: str) -> Card:
+    """A card of 3 SMs: torch's GPU, or on the CPU a Hopper."""
+    return hopper(3) if device == "cpu" else here(3)
+
+
 def weight_of(
     experts: int, m: int, k: int, device: str, row_blocks: Sequence[int] = ()
 ) -> TieredMatrix:
@@ -111,6 +122,7 @@ def test_each_row_is_multiplied_by_its_expert(
     shape: Shape, counts: Sequence[int], activation: Activation, kernel_device: str
 ) -> None:
     """Experts of more rows of W than a tile has, the last tile with fewer."""
+    needs_wgmma(shape, kernel_device)
     weight = weight_of(len(counts), 8 * 27, 136, kernel_device)
     launch = launch_of(shape, TierTiles(2, min(14, shape.row_blocks)))
     found = run(counts, weight, launch, kernel_device, activation=activation)
@@ -145,6 +157,7 @@ def test_no_bit_depends_on_where_experts_lie(
     shape: Shape, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts in one tier, or cut between two; CTAs run beside each other, in any order."""
+    needs_wgmma(shape, kernel_device)
     kernel = jit.kernel(
         grouped_tiled.SOURCE, "tiled_gemm", defines(torch.float16, shape.tiles, wide=shape.wide)
     )
@@ -165,6 +178,7 @@ def test_no_bit_depends_on_where_experts_lie(
 
 def test_no_bit_depends_on_how_many_rows_an_expert_has(kernel_device: str) -> None:
     """Nor on the tiles that its rows are in."""
+    needs_wgmma(WIDE, kernel_device)
     weight = weight_of(3, 80, 200, kernel_device)
     x = normal(150, 200, dtype=torch.float16, device=kernel_device)
     wide, narrow = (launch_of(shape, TierTiles(2, 10)) for shape in (WIDE, NARROW))
@@ -377,7 +391,7 @@ def test_a_card_without_room() -> None:
 @pytest.mark.parametrize("row_blocks", [(24, 0), (13, 11)])
 def test_many_rows_and_few_in_turn(row_blocks: tuple[int, int], kernel_device: str) -> None:
     """Rows of several launches; the buffers serve passes of any number of rows."""
-    rule, card = Routing(experts=6, top_k=2), hopper(3)
+    rule, card = Routing(experts=6, top_k=2), some_card(kernel_device)
     dtype, hidden, ffn, most = torch.float16, 64, 16, 520
     x = normal(most, hidden, dtype=dtype, device=kernel_device)
     router = normal(6, hidden, dtype=torch.float32, device=kernel_device)

@@ -210,9 +210,10 @@ def shows_what_the_method_rests_on(profile: HardwareProfile) -> None:
     ):
         amplification = host.direct_bytes_per_s * readers / delivered
         assert amplification == pytest.approx(readers, rel=0.1), "L2 does not keep host memory"
-    cast = profile.sweeps["host multicast"]
-    by_size = dict(zip(cast.column("cluster"), cast.column("delivered_bytes_per_s"), strict=True))
-    assert by_size[8] >= 6 * host.direct_bytes_per_s
+    if profile.card.clusters:
+        cast = profile.sweeps["host multicast"]
+        columns = (cast.column(name) for name in ("cluster", "delivered_bytes_per_s"))
+        assert dict(zip(*columns, strict=True))[8] >= 6 * host.direct_bytes_per_s
 
 
 def test_long_slots_are_read_at_hbm_s_rate() -> None:
