@@ -2,10 +2,11 @@
 
 import csv
 import datetime
+import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
 from dakrun.hardware import LOCAL, Card, load_profile
 from dakrun.lab.ceilings import Ceilings
+from dakrun.lab.chain import Launch
 from dakrun.lab.evaluate import Scope, evaluate
 from dakrun.lab.evaluate.cases import case_of, link_reads
 from dakrun.lab.evaluate.charts import Entry
@@ -425,6 +427,16 @@ def test_multicast_saves_bytes_over_the_link_from_two_tiles_on() -> None:
     assert without.seconds > found.seconds
 
 
+@pytest.mark.parametrize("profile", ["h200-pcie5", "h100-sxm", "rtx-pro-6000"])
+def test_the_rows_that_give_the_link_s_rate_need_each_byte_once(profile: str) -> None:
+    from dakrun.lab.evaluate.kernels import ONCE_ROWS
+
+    here = scope(profile)
+    for op, without in itertools.product(("7168x7168", "fc1"), ((), ("multicast",))):
+        once = replace(MULTICAST, op=op, n=ONCE_ROWS, without=without)
+        assert link_reads(here, once, case_of(here, once)) == 1
+
+
 def test_a_read_is_limited_by_window_and_sms() -> None:
     here = scope()
     tier = here.profile.tier("host")
@@ -583,9 +595,9 @@ def test_weights_of_rivals_repeat_random_values() -> None:
 
 
 class FakeProducts:
-    """Counts launches; multiplies nothing."""
+    """Counts launches, and the last one's rows of X; multiplies nothing."""
 
-    launches = 0
+    launches = rows = 0
     accesses: Any = ()
     card: Card
 
@@ -605,8 +617,18 @@ class FakeProducts:
         self, x: torch.Tensor, weight: Any, accesses: Any, *_: object, **__: object
     ) -> None:
         FakeProducts.launches += 1
+        FakeProducts.rows = x.shape[0]
         FakeProducts.accesses = accesses
         assert sum(part.nbytes for part in weight.parts) == weight.shape[0] * weight.shape[1] * 2
+
+
+def in_turns(chains: Sequence[tuple[Launch, int]], **_: object) -> list[list[float]]:
+    """Times of three rounds, the fastest of which takes a second for each row of X."""
+    times = []
+    for launch, _ in chains:
+        launch(0)
+        times.append([FakeProducts.rows * slower for slower in (1.5, 1.0, 2.0)])
+    return times
 
 
 @pytest.fixture
@@ -617,6 +639,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     from dakrun.lab.evaluate import kernels as module
 
     monkeypatch.setattr("dakrun.lab.chains.Products", FakeProducts)
+    monkeypatch.setattr("dakrun.lab.chains.seconds_round_robin", in_turns)
     monkeypatch.setattr("dakrun.lab.chains.compile_ahead", lambda *_: None)
     monkeypatch.setattr("dakrun.lab.chains.architecture", lambda _: "sm_90a")
     monkeypatch.setattr(module, "read_window", lambda readers, _: [1e9 * r.ctas for r in readers])
@@ -626,7 +649,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     monkeypatch.setattr(module, "QUICK", small)
     model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)
     here = scope(models={NAME: model})
-    found = module.Kernels(here, torch.device("cpu"), Ceilings({LOCAL: 4e12, "host": 5e10}))
+    found = module.Kernels(here, torch.device("cpu"))
     measure = {
         "product": found.op, "attention": found.op, "read": found.read,
     }  # fmt: skip
@@ -653,7 +676,7 @@ def test_a_product(ratio: float, without: tuple[str, ...], kernels: Callable[...
 def test_link_traffic_is_the_time_of_a_launch_that_the_link_limits(
     ratio: float, least: float, kernels: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time times the link's rate; none of a launch that is as fast with all in HBM."""
+    """By its time over that of 64 rows; none of a launch that is as fast with all in HBM."""
     from dakrun.lab.chains import GemmChains
 
     point = ProductPoint(model=NAME, op="256x128", n=512, ratio=ratio)
@@ -665,7 +688,7 @@ def test_link_traffic_is_the_time_of_a_launch_that_the_link_limits(
         monkeypatch.setattr(GemmChains, "kernel", lambda *_, s=seconds: ([s, s, s], "tiled"))
         found = kernels(point)
         assert found.seconds == seconds and found.weight_bytes == 256 * 128 * 2
-        assert found.link_bytes == (pytest.approx(5e10 * seconds) if limited else None)
+        assert found.link_bytes == (found.remote_bytes * 512 / 64 if limited else None)
 
 
 @pytest.mark.gpu

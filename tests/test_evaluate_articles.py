@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import atoms_map, boxes_map
-from test_evaluate import run, scope
+from test_evaluate import rows, run, scope
 
 from dakrun.engine import GraphRunner
 from dakrun.kernels.experts import grouped_tiled
@@ -238,15 +238,17 @@ def test_batches_on_a_gpu(tmp_path: Path) -> None:
     """Every point of the quick sweep has a time."""
     ended = run("--quick", "--only", "l2", "--profile", PROFILE, "-o", tmp_path)
     assert ended.exit_code == 0, ended.stderr
-    lines = (tmp_path / "l2.csv").read_text(encoding="utf-8").splitlines()
-    problem = lines[0].split(",").index("problem")
-    assert len(lines) > 10 and not any(line.split(",")[problem] for line in lines[1:])
+    found = rows(tmp_path, "l2")
+    assert len(found) > 10 and all(row["seconds"] and not row["problem"] for row in found)
 
 
 @pytest.mark.gpu
 def test_parts_on_a_gpu(tmp_path: Path) -> None:
+    """Every part of the step has a time."""
     only = ("--quick", "--only", "parts", "--model", "qwen2.5-0.5b")
     ended = run(*only, "--profile", PROFILE, "-o", tmp_path)
     assert ended.exit_code == 0, ended.stderr
-    table = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert "linear layers" in table and "no time" not in table
+    found = rows(tmp_path, "parts")
+    assert len(found) == len(PARTS)
+    assert all(row["seconds"] and not row["problem"] for row in found)
+    assert "linear layers" in (tmp_path / "index.html").read_text(encoding="utf-8")

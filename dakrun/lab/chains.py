@@ -31,7 +31,7 @@ from dakrun.kernels.attention import (
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.runtime import architecture, compile_ahead
 from dakrun.lab.cases import Case, Operand, Prompts, Slots, Weight
-from dakrun.lab.chain import Launch, launch_seconds
+from dakrun.lab.chain import Launch, launch_seconds, seconds_round_robin
 from dakrun.lab.memory import Buffers, fill_random
 from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
@@ -104,6 +104,21 @@ class GemmChains(Chains):
     def kernel(
         self, case: Case, access: Sequence[TierAccess], layout: Card | None = None
     ) -> tuple[list[float], str]:
+        multiply, by = self._multiply(case, access, layout)
+        return self.products(case, multiply), by
+
+    def in_turns(self, cases: Sequence[tuple[Case, Sequence[TierAccess]]]) -> list[list[float]]:
+        """Times of each case by round; a round replays the chain of every case once."""
+        chains = [
+            (self._step(case, self._multiply(case, access)[0]), case.launches)
+            for case, access in cases
+        ]
+        return seconds_round_robin(chains, replays=self.replays, load=False)
+
+    def _multiply(
+        self, case: Case, access: Sequence[TierAccess], layout: Card | None = None
+    ) -> tuple[Multiply, str]:
+        """The product by the weights in the buffers, and the name of its kernel."""
         weight, products = case.operand, Products(self.device, self.card)
         assert isinstance(weight, Weight)
         splits = split_row_blocks(case.units, access, card=layout or self.card)
@@ -126,7 +141,7 @@ class GemmChains(Chains):
             ahead = products.ahead(weight.n, weights[(number + 1) % case.launches], access)
             products(x, weights[number], access, out, pdl=True, ahead=ahead)
 
-        return self.products(case, multiply), products.kernel_for(weight.n, weights[0])
+        return multiply, products.kernel_for(weight.n, weights[0])
 
     def baseline(self, case: Case) -> list[float]:
         """cuBLAS."""
@@ -138,7 +153,11 @@ class GemmChains(Chains):
         return self.products(case, multiply)
 
     def products(self, case: Case, multiply: Multiply) -> list[float]:
-        """Times of a chain in which each launch reads the output of the one before.
+        """Times of a chain of products."""
+        return self.seconds(case, self._step(case, multiply))
+
+    def _step(self, case: Case, multiply: Multiply) -> Launch:
+        """A launch of a chain, which reads the output of the one before.
 
         The first weight's launch reads random numbers instead: over the whole chain, products of
         products would vanish or overflow. Where M < K, the rest of the next input keeps its first
@@ -155,7 +174,7 @@ class GemmChains(Chains):
             x = xs[number % 2 + 1] if number else xs[0]
             multiply(number, x, outs[(number + 1) % 2])
 
-        return self.seconds(case, step)
+        return step
 
 
 class AttentionChains(Chains):

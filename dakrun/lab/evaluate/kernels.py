@@ -13,9 +13,9 @@ from dakrun.kernels import read_window
 from dakrun.kernels.runtime import card_of
 from dakrun.lab.bench.kernel import accesses, windowed
 from dakrun.lab.cases import Weight
-from dakrun.lab.ceilings import FULL, HBM_RING, Ceilings, Effort, ring_for
+from dakrun.lab.ceilings import FULL, HBM_RING, Effort, ring_for
 from dakrun.lab.chain import launch_seconds
-from dakrun.lab.chains import CHAINS, GemmChains
+from dakrun.lab.chains import CHAINS, Chains, GemmChains
 from dakrun.lab.evaluate import batches
 from dakrun.lab.evaluate.cases import STORED, ablated, case_of, foreseen, remote_names
 from dakrun.lab.evaluate.points import BatchPoint, OpPoint, ProductPoint, ReadPoint, Result
@@ -26,17 +26,14 @@ from dakrun.lab.memory import Room, fill_random, reader
 QUICK = replace(FULL, chain_bytes=2**29, min_launches=4, replays=4, seconds=0.01, readings=3)
 READ_BYTES = {LOCAL: 2**31, "remote": 2**29}
 LINK_BOUND = 1.5  # times the time foreseen with all in HBM: the link limits such a launch
+ONCE_ROWS = 64  # rows of X that one tile of either kernel holds: each byte crosses the link once
 
 
 class Kernels:
-    """Measures single ops on `device`. `close` frees the buffers; the next point makes new ones.
+    """Measures single ops on `device`. `close` frees the buffers; the next point makes new ones."""
 
-    `ceilings` have the rate of the link.
-    """
-
-    def __init__(self, scope: Scope, device: torch.device, ceilings: Ceilings) -> None:
+    def __init__(self, scope: Scope, device: torch.device) -> None:
         self.scope, self.card, self._room = scope, card_of(device), Room(device)
-        self.ceilings = ceilings
         self.effort: Effort = QUICK if scope.quick else FULL
         self._compiled: set[tuple[int, str]] = set()
         self._compiled_batches = False
@@ -59,9 +56,9 @@ class Kernels:
         chains.fill(operand)
         _, access = accesses(case, scope.profile, (name,), card)
         times, _ = chains.kernel(case, access)
-        (local, remote), seconds = case.tier_bytes, statistics.median(times)
-        inside = replace(point, ratio=0.0)
-        in_hbm_s = foreseen(scope, inside, case_of(scope, inside, self.effort)).seconds
+        (local, remote), seconds, link_bytes = case.tier_bytes, statistics.median(times), None
+        if isinstance(point, ProductPoint) and point.n > ONCE_ROWS and point.ratio:
+            link_bytes = self._link_bytes(chains, point, seconds)
         return Result(
             source="measured",
             seconds=seconds,
@@ -69,10 +66,25 @@ class Kernels:
             weight_bytes=case.read_bytes if isinstance(operand, Weight) else None,
             read_bytes=local + remote,
             remote_bytes=remote,
-            link_bytes=self.ceilings.rates[name] * seconds
-            if remote and seconds > LINK_BOUND * in_hbm_s
-            else None,
+            link_bytes=link_bytes,
         )
+
+    def _link_bytes(self, chains: Chains, point: ProductPoint, seconds: float) -> float | None:
+        """Bytes over the link in a launch of `seconds`: its time times the link's rate.
+
+        The rate is that of the same product of ONCE_ROWS rows, replayed in turns with it, so that
+        the state of the link and other work on the machine, which only slow a launch down, are in
+        both times. The fastest replays have least of it. None if the link does not limit a launch.
+        """
+        assert isinstance(chains, GemmChains)
+        scope, points = self.scope, [replace(point, ratio=0.0), point, replace(point, n=ONCE_ROWS)]
+        in_hbm, *cases = (case_of(scope, of, self.effort) for of in points)
+        if seconds <= LINK_BOUND * foreseen(scope, points[0], in_hbm).seconds:
+            return None
+        names = remote_names(scope, point.remote)
+        access = [accesses(case, scope.profile, names, chains.card)[1] for case in cases]
+        launch_s, once_s = map(min, chains.in_turns(list(zip(cases, access, strict=True))))
+        return cases[0].tier_bytes[1] * launch_s / once_s
 
     def batch(self, point: BatchPoint) -> Result:
         """Measure a batched product."""

@@ -50,7 +50,7 @@ class Measurer:
         if device.type == "cuda":
             from dakrun.lab.evaluate.kernels import Kernels
 
-            self._kernels = Kernels(scope, device, self.ceilings)
+            self._kernels = Kernels(scope, device)
 
     def __enter__(self) -> "Measurer":
         return self

@@ -145,9 +145,9 @@ class Result:
     `seconds` is the median time of a step, a launch or a file; `predicted_s` the planner's.
     `ratio` is the one that was met, `read_bytes` what a step or launch reads in all,
     `remote_bytes` what it reads from remote tiers; `link_bytes` counts what crosses the link, with
-    repetitions, in a launch that the link limits. `problem` says why there is no time,
-    `short_of_memory` that the reason is a lack of memory, and `again` that a later run should try
-    anew.
+    repetitions, in a product of many rows that the link limits. `problem` says why there is no
+    time, `short_of_memory` that the reason is a lack of memory, and `again` that a later run should
+    try anew.
     """
 
     source: Source

@@ -124,9 +124,10 @@ class LinkBytes(ByRows):
     def notes(self, scope: Scope) -> list[str]:
         return [
             TILES,
-            "Bytes are the time of a launch that the link limits, times the link's rate, which the "
-            "same run measures with bulk copies. A launch that arithmetic limits has none. "
-            "Predicted bytes follow from the tiles and clusters of the launch.",
+            "Bytes are the time of a launch that the link limits, times the link's rate. That is "
+            "the rate of the same product of 64 rows, each byte of which crosses once, replayed in "
+            "turns with the launch. A launch that arithmetic limits has no bytes. Predicted bytes "
+            "follow from the tiles and clusters of the launch.",
         ]
 
 
