@@ -16,7 +16,7 @@ import pytest
 from dakrun import LLM, Completion, SamplingParams
 from dakrun.demo import MODEL
 from dakrun.errors import CannotRun, UsageError
-from dakrun.requests import Request
+from dakrun.requests import Request, RowError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = (
@@ -241,6 +241,17 @@ def test_tokens_of_options_are_in_the_vocabulary(llm: LLM, options: dict[str, An
     for call in (llm.generate, llm.stream):
         with pytest.raises(UsageError, match=said):
             call([TEXT] * 2, [SamplingParams(), SamplingParams(**options)])
+    every = [SamplingParams(max_tokens=2, ignore_eos=True, **row) for row in ({}, options, {})]
+    requests = [
+        Request(id=str(i), line=i + 1, prompt_ids=(5, 6, 7), params=params)
+        for i, params in enumerate(every)
+    ]
+    for given in (requests, iter(requests)):  # such a Request is its own error, the others go on
+        found = {result.id: result for result in llm.stream(given)}
+        error = found.pop("1")
+        assert isinstance(error, RowError) and f"prompt 1: {error.message}" == said[1:-1]
+        assert (error.code, error.line) == ("invalid_field", 2)
+        assert [len(result.token_ids) for result in found.values()] == [2, 2]
 
 
 def test_a_prompt_without_room_is_named_before_anything_runs(

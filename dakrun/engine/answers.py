@@ -13,7 +13,7 @@ from dakrun.engine.sampler import request_seed
 from dakrun.engine.step import Sampling
 from dakrun.grammars import Grammars, Guidance, StructuredOutputsParams, is_valid
 from dakrun.plan import Plan
-from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer
+from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer, check_tokens
 
 Reason = Literal["stop", "length", "error"]  # why a request ends
 
@@ -27,10 +27,14 @@ class Answers:
     def __init__(self, plan: Plan, tokenizer: Tokenizer | None, grammars: Grammars | None) -> None:
         self.eos = frozenset(plan.model.eos_token_ids)
         self._dtype, self._max_len = plan.model.dtype, plan.workload.max_model_len
+        self._vocab_size = plan.model.vocab_size
         self._tokenizer, self._grammars = tokenizer, grammars
 
     def begin(self, request: Request) -> RequestState:
-        """`request` as it arrives, not in a slot yet."""
+        """`request` as it arrives, not in a slot yet.
+
+        Raises BadRow if its parameters name a token that is not in the vocabulary.
+        """
         length = len(request.prompt_ids)
         if not 0 < length < self._max_len:
             raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
@@ -44,6 +48,7 @@ class Answers:
             stop = StopStrings(params.stop, added.spelled, request.reply.thought, params.min_tokens)
         if any(isinstance(word, str) for word in params.bad_words):
             raise ValueError("expected bad_words as token ids")
+        check_tokens(params, self._vocab_size)
         limit, tokens = params.limit(self._max_len - length), list[int]()
         history = History(request.prompt_ids, tokens, self.eos)
         seed, guidance = request_seed(params.seed, request.id), self._guidance(request)

@@ -21,14 +21,14 @@ from dakrun.engine.draft_choice import DraftChoice
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
-from dakrun.engine.results import too_long
+from dakrun.engine.results import refused, too_long
 from dakrun.engine.runner import Runner
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
 from dakrun.plan import Plan, draft_forecasts, requests_per_admission
-from dakrun.requests import Completion, Request, RowError, Tokenizer
+from dakrun.requests import BadRow, Completion, Request, RowError, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Engine:
         While others run, requests begin in groups (see requests_per_admission), since a step with
         prompts takes longer to launch. They begin at once if none is running, or none is there to
         wait for.
-        A request ends in a RowError where the model's logits are NaN or infinite, or if the KV
-        cache is too small for it.
+        A request ends in a RowError where the model's logits are NaN or infinite, if the KV cache
+        is too small for it, or if its parameters name a token that is not in the vocabulary.
         Raises UsageError, at the first completion, while another run is active.
         """
         if not self._one_run.acquire(blocking=False):
@@ -174,8 +174,8 @@ class Engine:
         """Give slots to waiting requests while there is room, first to those that were preempted.
 
         Their prompts, or their saved blocks, follow.
-        Yields the errors of those for which the KV cache is too small. Returns whether none waits:
-        none was there when `source` was asked, or it is exhausted.
+        Yields the errors of those that cannot begin, or need a larger KV cache. Returns whether
+        none waits: none was there when `source` was asked, or it is exhausted.
         """
         queue = self.preemption.queue
         while self.admission.is_open and not self._closed:
@@ -186,7 +186,11 @@ class Engine:
                 self._exhausted = request is _NO_MORE
                 if not isinstance(request, Request):
                     return True
-                r = self.answers.begin(request)
+                try:
+                    r = self.answers.begin(request)
+                except BadRow as bad:
+                    yield refused(request, bad)
+                    continue
             if self.admission.admit(r, self._running, self._beginning()):
                 if r.saved is None:
                     self.prompts.requests.append(r)

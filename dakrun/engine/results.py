@@ -11,6 +11,7 @@ from dakrun.geometry import NONE_ALLOWED
 from dakrun.requests import (
     CALL_TOKENS,
     Answer,
+    BadRow,
     Completion,
     Continuation,
     Logprobs,
@@ -127,6 +128,11 @@ def _error(request: Request, code: str, message: str) -> RowError:
     return RowError(
         id=request.id, line=request.line, code=code, message=message, reply=request.reply
     )
+
+
+def refused(request: Request, bad: BadRow) -> RowError:
+    """The error of a request that cannot begin."""
+    return _error(request, bad.code, str(bad))
 
 
 def too_long(request: Request, new: int, most: int) -> RowError:

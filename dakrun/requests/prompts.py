@@ -110,21 +110,8 @@ class PromptRules:
         if params.bad_words:
             words = (ids for word in params.bad_words for ids in self._spellings(word))
             params = replace(params, bad_words=tuple(dict.fromkeys(words)))
-        self.check_tokens(params)
+        check_tokens(params, self.vocab_size)
         return params
-
-    def check_tokens(self, params: SamplingParams) -> None:
-        """Raise BadRow if `params` name a token that is not in the vocabulary."""
-        words = [word for word in params.bad_words if not isinstance(word, str)]
-        for option, tokens in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", (token for token, _ in params.logit_bias)),
-            ("bad_words", chain.from_iterable(words)),
-        ):
-            for token in tokens:
-                if token >= self.vocab_size:
-                    outside = f"not in the model's vocabulary of {self.vocab_size}"
-                    raise BadRow("invalid_field", f"{option} has token id {token}, {outside}")
 
     def _spellings(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
         """Token ids of a bad word."""
@@ -143,6 +130,20 @@ class PromptRules:
             self.grammars.matcher(form)
         except UsageError as problem:
             raise BadRow("invalid_grammar", f"{problem}; {problem.hint}") from None
+
+
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raise BadRow if `params` name a token that is not in the vocabulary."""
+    words = [word for word in params.bad_words if not isinstance(word, str)]
+    for option, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", (token for token, _ in params.logit_bias)),
+        ("bad_words", chain.from_iterable(words)),
+    ):
+        for token in tokens:
+            if token >= vocab_size:
+                outside = f"not in the model's vocabulary of {vocab_size}"
+                raise BadRow("invalid_field", f"{option} has token id {token}, {outside}")
 
 
 def check_encodable(text: str, what: str) -> None:

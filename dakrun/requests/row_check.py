@@ -18,7 +18,7 @@ from dakrun.requests import look_ahead
 from dakrun.requests.chat_template import PLAIN, TemplateOptions
 from dakrun.requests.lengths import RowLengths, chat_text, tokens_of
 from dakrun.requests.native_rows import error_row
-from dakrun.requests.prompts import BadRow, PromptRules, check_encodable
+from dakrun.requests.prompts import BadRow, PromptRules, check_encodable, check_tokens
 from dakrun.requests.request import RowError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class EstimatedRules(PromptRules):
         """
         if params.structured_outputs is not None and (why := _problem(params.structured_outputs)):
             raise BadRow("invalid_grammar", why)
-        self.check_tokens(params)
+        check_tokens(params, self.vocab_size)
         return params
 
 
