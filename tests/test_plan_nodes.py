@@ -80,7 +80,9 @@ def test_machines_without_room_are_left_out(prompts: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "rtx-pro-6000 is left out: " in result.stderr
     assert "on 1 machine," in result.stdout and "rtx" not in result.stdout
-    assert " 400 " in result.stdout
+    assert " 400 " in result.stdout and "without drafts" not in result.stdout
+    drafted = [*command, "--nodes", "h200-pcie5:1", "--speculate", "auto"]
+    assert "the time is that of a run without drafts" in CliRunner().invoke(main, drafted).stdout
     result = CliRunner().invoke(main, [*command, "--nodes", "rtx-pro-6000:2"])
     assert result.exit_code == 3 and "hint: " in result.stderr
 

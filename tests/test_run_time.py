@@ -198,6 +198,9 @@ def test_plan_of_a_file(tmp_path: Path) -> None:
     assert run["shared_tokens"] == 19 * 192 and run["new_tokens"] == sum(range(10, 30))
     said = CliRunner().invoke(main, command)
     assert f"predicted {run['seconds']:.1f} s for 20 requests" in said.stdout
+    assert "without drafts" not in said.stdout
+    drafted = CliRunner().invoke(main, [*command, "--speculate", "suffix:3"])
+    assert "the time is that of a run without drafts" in drafted.stdout.splitlines()[-1]
     rate = run["new_tokens"] / run["seconds"]
     answer = f"{rate:,.1f} tokens/s in the whole run of {run['seconds']:,.1f} s for 20 requests; "
     assert said.stdout.splitlines()[1].startswith(f"speed          {answer}")

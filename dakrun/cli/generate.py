@@ -239,7 +239,8 @@ def generate(
         # With --resume the rows that are left are not known yet.
         foretold = None if resume else forecast
         if foretold is not None:
-            say(f"{foretold} (with as many tokens as rows may take)")
+            without = ", without drafts" if run.speculation.most else ""
+            say(f"{foretold} (with as many tokens as rows may take{without})")
         with llm:
             with (
                 writer,

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from dakrun.requests import RowCheck
 
 
+NO_DRAFTS = (
+    "the time is that of a run without drafts: how many of a file's drafts are right is not known "
+    "before it runs"
+)
+
+
 @click.command()
 @model_options
 @format_option()
@@ -108,6 +114,8 @@ def plan(
 
         render_nodes(forecast, source, stdout_console())
         click.echo(f"{source}: {rows}")
+        if run.speculation.most:
+            click.echo(NO_DRAFTS)
         return
     config = resolve_model(model, run.dtype, run.format)
     hardware = resolve_profile(str(run.profile))
@@ -141,6 +149,8 @@ def plan(
     render(shown, stdout_console(), wide=wide, run=foretold, rows=str(rows or ""))
     if foretold is not None:
         click.echo(f"{source}: {foretold}")
+        if run.speculation.most:
+            click.echo(NO_DRAFTS)
 
 
 def _plan_nodes(
