@@ -9,10 +9,13 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
+from dakrun import llm
+from dakrun.engine import build
 from dakrun.errors import CannotRun
 from dakrun.llm import LLM
 from dakrun.models import model_config
 from dakrun.plan import Policy
+from dakrun.weights import Checkpoint
 
 NAME = "llama-gqa4-rope3"
 POLICY = Policy(offload_ratio=0.4, kv_offload_ratio=0.5)
@@ -54,6 +57,18 @@ def test_every_weight_is_where_the_plan_put_it(directory: Path) -> None:
             if part.tier == name
         )
         assert held == llm.plan.memory(number)["weights"]
+
+
+def test_it_is_checked_once_before_memory_is_allocated(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for at, name in ((Checkpoint, "check"), (llm, "allocate_tiers"), (build, "load")):
+        real = getattr(at, name)
+        noted = lambda *of, n=name, do=real, **how: seen.append(n) or do(*of, **how)  # noqa: E731
+        monkeypatch.setattr(at, name, noted)
+    load(directory)
+    assert seen == ["check", "allocate_tiers", "load"]
 
 
 def test_resident_tensors_are_what_the_plan_counts(directory: Path) -> None:

@@ -64,6 +64,7 @@ def engine_of(path: Path, ratio: float) -> Engine:
     shape = KVShape(config.num_kv_heads, config.head_dim, kv_positions(work))
     cache = KVCache(plan.kv_placement(), config.num_layers, shape, tiers, CPU)
     with Checkpoint(path) as source:
+        source.check(decoder_of(config))
         weights = load(source, plan, tiers, CPU, packing=Packing(accesses, CARD))
     backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
     step = DecodeStep(backend.with_buffers(None, BATCH), cache, shape, accesses["attention"])

@@ -235,6 +235,7 @@ def test_packed_for_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     tiers = allocate_tiers(tier_capacities(plan, packed=True), torch.device(cpu))
     with Checkpoint(path) as source:
         packing = Packing(tier_accesses(plan, card), card)
+        source.check(decoder_of(plan.model))
         weights = load(source, plan, tiers, torch.device(cpu), packing=packing)
     layer = tiny_models.reference("glm4-moe", torch.bfloat16).model.layers[2].mlp
     gates, ups = layer.experts.gate_up_proj.data.chunk(2, dim=1)

@@ -149,6 +149,7 @@ def model_of(
     cache = KVCache(plan.kv_placement(), config.num_layers, shape, tiers, CPU)
     with Checkpoint(path) as source:
         packing = Packing(accesses, card)
+        source.check(decoder_of(config))
         weights = load(source, plan, tiers, CPU, packing=packing)
     backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
     step = DecodeStep(backend.with_buffers(None, batch), cache, shape, accesses["attention"])

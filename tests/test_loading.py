@@ -105,6 +105,7 @@ def packed(
     """Loaded into memory that just holds it."""
     tiers = allocate_tiers(tier_capacities(plan, packed=True), device)
     packing = Packing(tier_accesses(plan, CARD), CARD)
+    source.check(decoder_of(plan.model))
     weights = load(source, plan, tiers, device, packing=packing)
     for number, tier in enumerate(tiers.values()):
         kv = plan.op("attention").resident_bytes(number)

@@ -20,6 +20,7 @@ from dakrun.kernels.runtime import card_of
 from dakrun.kernels.unpack import unpack
 from dakrun.llm import LLM
 from dakrun.memory.tiers import allocate_tiers
+from dakrun.models import decoder_of
 from dakrun.models.quantization import parse_quantization
 from dakrun.nn import SplitKGEMM
 from dakrun.plan import Policy
@@ -90,6 +91,7 @@ def test_packed_for_kernels_in_small_pieces(
     card = hopper(5)
     with Checkpoint(tmp_path) as source:
         packing = Packing(tier_accesses(plan, card), card)
+        source.check(decoder_of(plan.model))
         matrices = load(source, plan, tiers, CPU, packing=packing).matrices
     layer = model.model.layers[1]
     qkv = [getattr(layer.self_attn, f"{x}_proj").weight.data for x in "qkv"]
@@ -349,6 +351,7 @@ def test_a_gpu_runs_what_is_stored(name: str, dtype: str, tmp_path: Path) -> Non
         allocate_tiers(tier_capacities(plan, packed=True), device) as tiers,
     ):
         packing = Packing(tier_accesses(plan, card_of(device)), card_of(device))
+        source.check(decoder_of(plan.model))
         matrices = load(source, plan, tiers, device, packing=packing).matrices
         exact = model.model.layers[1].mlp.down_proj.weight.data.to(getattr(torch, dtype))
         assert torch.equal(matrices["layers.1.down"].dense(), exact)

@@ -89,7 +89,7 @@ def build_runner(
     device: torch.device,
     on_load: OnLoad = lambda done, total: None,
 ) -> Runner:
-    """Allocate weights and KV blocks in `tiers`, and load the weights from `source`.
+    """Allocate weights and KV blocks in `tiers`, and load the weights from `source`, once checked.
 
     The runner uses the project's kernels if they support the model on `device`, else plain torch.
     """

@@ -101,14 +101,14 @@ def load(
 ) -> Weights:
     """Allocate and fill the model's operands, in the plan's dtype; all but matrices on `device`.
 
+    `source` has been checked to have all tensors of the model.
+
     With `packing`, where none is `unreadable`, matrices are packed, with norms folded in; a fold
     changes a matrix's bias, or adds one. Without `packing` they keep the checkpoint's rows. Codes
     and scales of quantized matrices keep their values in both cases. `on_load` is called as pieces
-    are loaded. Raises CannotRun if the source lacks a tensor of the model (before anything is
-    allocated), or cannot be read.
+    are loaded. Raises CannotRun if the source cannot be read.
     """
     model, dtype = decoder_of(plan.model), getattr(torch, plan.model.dtype)
-    source.check(model)
     packed = packing is not None
     kept = torch.float32 if packed else dtype  # folds are computed in float32
     resident = _resident(source, model, kept, device, for_kernels=packed)
