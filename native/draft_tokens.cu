@@ -6,7 +6,7 @@
 //     each thread: for some positions, the longest match of the text's end with the text before them
 //     reduce over the CTA: the longest match; of equal ones, the last
 //     drafts = the tokens behind that match, or the host's if their match is longer; as many as the
-//              match, the slot and its KV blocks allow
+//              match, the request and its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
 //     write its tiles: one for each of `max_splits` ranges of KV blocks; without work it is empty
 //
@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!idle && match > 0) {
-    drafts = min(args.by_match[match], limits.most);
-    drafts = max(0, min(min(drafts, known), min(limits.room, limits.end) - 1 - start));
+    const int left = min(limits.room, limits.end) - 1 - start;
+    drafts = max(0, min(min(args.by_match[match], known), left));
   }
   for (int i = threadIdx.x; i < args.width; i += kThreads) {
     const int number = row * args.width + i, position = start + i;

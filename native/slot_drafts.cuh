@@ -1,10 +1,8 @@
-// How far a slot's request may go on, and with how many drafts.
+// How far drafts of a slot may go.
 #pragma once
 
-// What a slot may draft. dakrun/kernels/draft_tokens.py has the same.
+// dakrun/kernels/draft_tokens.py has the same.
 struct SlotDrafts {
   int end;   // positions in the KV cache at the request's end, at most
   int room;  // positions with KV blocks
-  int most;  // drafted tokens
-  int unused;
 };

@@ -35,8 +35,8 @@ class Case:
                 text[-20:] = text[7:27]
             self.tokens.append(text)
             self.texts.text[slot, : start + 1] = torch.from_numpy(text)
-            limits.append(SlotDrafts(int(start) + 9 + slot, int(start) + 5 * slot, 7))
-        limits[3] = SlotDrafts(int(self.starts[3]), POSITIONS, 7)  # at its end
+            limits.append(SlotDrafts(int(start) + 9 + slot, int(start) + 5 * slot))
+        limits[3] = SlotDrafts(int(self.starts[3]), POSITIONS)  # at its end
         self.limits = limits
         self.texts.limits.copy_(torch.tensor(limits, dtype=torch.int32))
         self.texts.by_match.copy_(torch.tensor(BY_MATCH, dtype=torch.int32))
@@ -62,7 +62,7 @@ class Case:
         if row == 1 or start >= limits.end:
             return [], -1
         match, match_end = longest_match(text)
-        most = min(BY_MATCH[match], limits.most, self.width - 1)
+        most = min(BY_MATCH[match], self.width - 1)
         most = max(0, min(most, min(limits.room, limits.end) - 1 - start))
         return [int(text[-1]), *continuation(text, match_end, most)], match
 
@@ -113,7 +113,7 @@ def test_proposals_count_while_the_text_follows_them(
     case = Case(kernel_device, 6)
     row = next(i for i, slot in enumerate(case.slots) if i > 1 and case.starts[slot] > 40)
     slot, start = case.slots[row], int(case.starts[case.slots[row]])
-    case.texts.limits[slot] = torch.tensor([start + 90, start + 90, 7, 0], dtype=torch.int32)
+    case.texts.limits[slot] = torch.tensor([start + 90, start + 90], dtype=torch.int32)
     at = start - passed
     tokens = [*case.tokens[slot][at + 1 : start + 1].tolist(), *range(900, 912)][:12]
     tokens[known:] = [-1] * (12 - known)

@@ -102,14 +102,20 @@ def test_a_full_index_forgets_what_is_rare() -> None:
 
 
 def test_drafts_are_as_long_as_they_are_likely_to_be_right() -> None:
-    lengths = DraftLengths(slots=2, most=8)
-    assert lengths.length(0, 0) == 0 and lengths.length(0, 1) < lengths.length(0, 16) == 8
+    lengths = DraftLengths(most=8)
+    assert lengths.by_match[0] == 0 and lengths.by_match[1] < lengths.by_match[16] == 8
     for _ in range(200):
-        lengths.learn([0, 1], [16, 3], [8, 2], [0, 2])
-    assert lengths.length(0, 16) == 1 and lengths.length(1, 16) == 1
-    assert lengths.length(1, 3) == 8 and lengths.length(0, 3) == 1, "its own drafts were wrong"
-    lengths.begin(0)
-    assert lengths.length(0, 3) == 8
+        lengths.learn([16, 3], [8, 2], [0, 2])
+    assert lengths.by_match[16] == 1 and lengths.by_match[3] == 8
+
+
+@pytest.mark.parametrize(("cost", "drafted"), [(0.5, 2), (0.15, 2), (0.05, 4), (0.01, 6), (0, 8)])
+def test_drafts_are_longer_where_tokens_cost_less(cost: float, drafted: int) -> None:
+    """Half of the tokens are right; beyond LEAST_CHANCE the cost does not count."""
+    lengths = DraftLengths(most=8, cost=cost)
+    for _ in range(500):
+        lengths.learn([5], [2], [1])
+    assert lengths.by_match[5] == drafted
 
 
 def test_drafts_come_from_a_row_s_own_text_and_from_others() -> None:

@@ -8,12 +8,13 @@ step. README.md follows a draft through the code. Knows tokens and slots; neithe
 devices.
 """
 
-from dakrun.drafts.draft_lengths import DraftLengths
+from dakrun.drafts.draft_lengths import LEAST_CHANCE, DraftLengths
 from dakrun.drafts.drafter import Drafter
 from dakrun.drafts.file_index import FileIndex
 from dakrun.drafts.suffix import continuation, longest_match
 
 __all__ = [
+    "LEAST_CHANCE",
     "DraftLengths",
     "Drafter",
     "FileIndex",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dakrun.drafts.draft_lengths import DraftLengths
+from dakrun.drafts.draft_lengths import LEAST_CHANCE, DraftLengths
 from dakrun.drafts.file_index import FileIndex
 from dakrun.drafts.suffix import continuation, longest_match
 from dakrun.geometry import LONGEST_MATCH
@@ -38,10 +38,10 @@ class _Text:
 
 
 class Drafter:
-    """Proposes up to `most` tokens for each of `slots` slots."""
+    """Proposes up to `most` tokens for each of `slots` slots; see DraftLengths for `cost`."""
 
-    def __init__(self, slots: int, most: int) -> None:
-        self.lengths = DraftLengths(slots, most)
+    def __init__(self, slots: int, most: int, cost: float = LEAST_CHANCE) -> None:
+        self.lengths = DraftLengths(most, cost)
         self._index = FileIndex(slots)
         self._texts: dict[int, _Text] = {}
         self._drafts: dict[int, Draft] = {}
@@ -51,7 +51,6 @@ class Drafter:
         self._texts[slot] = _Text(text)
         self._index.begin(slot, text)
         self._drafts.pop(slot, None)
-        self.lengths.begin(slot)
 
     def propose(
         self, slots: Sequence[int], most: Sequence[int], forced: Mapping[int, Sequence[int]]
@@ -70,7 +69,7 @@ class Drafter:
                 continue
             text = self._texts[slot].all
             own, match_end = longest_match(text)
-            length = min(limit, self.lengths.length(slot, max(own, match)))
+            length = min(limit, self.lengths.by_match[max(own, match)])
             if match > own:
                 known = row[:length].tolist()
                 tokens = known[: known.index(-1)] if -1 in known else known
@@ -84,7 +83,6 @@ class Drafter:
         """Take the tokens that were accepted for each of `slots` in the step of its last draft."""
         drafts = [self._drafts.pop(slot, Draft()) for slot in slots]
         self.lengths.learn(
-            slots,
             [draft.match for draft in drafts],
             [len(draft.tokens) for draft in drafts],
             [max(0, len(tokens) - 1) for tokens in accepted],

@@ -27,7 +27,7 @@ from dakrun.engine.step import Accepted, Row, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
-from dakrun.plan import Plan, draft_forecasts, requests_per_admission
+from dakrun.plan import DraftForecast, Plan, draft_forecasts, requests_per_admission
 from dakrun.requests import BadRow, Completion, Request, RowError, Tokenizer
 
 
@@ -61,9 +61,8 @@ class Engine:
         speculation: Speculation = OFF,
     ) -> None:
         self.runner, self.plan = runner, plan
-        self.speculate(speculation)
-        if speculation.most:
-            runner.draft(speculation.most)
+        if forecasts := self.speculate(speculation):
+            runner.draft(forecasts)
         self.stats, self.prompts_first = EngineStats(), False
         self.answers = Answers(plan, tokenizer, grammars)
         self._kv_bytes = plan.model.kv_bytes_per_token
@@ -130,10 +129,14 @@ class Engine:
             self._drop_all()
             self._one_run.release()
 
-    def speculate(self, speculation: Speculation) -> None:
-        """Let steps carry other drafts from now on, no more than the runner is prepared for."""
+    def speculate(self, speculation: Speculation) -> Sequence[DraftForecast]:
+        """Let steps carry other drafts from now on, no more than the runner is prepared for.
+
+        Returns what is predicted of such steps.
+        """
         forecasts = list(draft_forecasts(self.plan, speculation.most))
         self._drafts = DraftChoice(speculation, forecasts)
+        return forecasts
 
     def close(self) -> None:
         """End the current run, which gives finished results, then raises UsageError."""

@@ -40,6 +40,7 @@ from dakrun.kernels.runtime import (
 )
 from dakrun.memory.device import upload
 from dakrun.models.modules import Fused
+from dakrun.plan import DraftForecast
 
 
 @dataclass
@@ -120,9 +121,10 @@ class GraphRunner:
         return {"buckets": buckets, "replay_gap_s": gaps, **moved}
 
     @torch.inference_mode()
-    def draft(self, most: int) -> None:
-        """Capture steps of rows with up to `most` drafts, of the buckets that are small enough."""
-        made = VerifyStep(self._decode, self.cache, self._shape, self._buckets, most)
+    def draft(self, forecasts: Sequence[DraftForecast]) -> None:
+        """Capture steps of rows with drafts, of the buckets that are small enough."""
+        most, cost = forecasts[0].drafts, forecasts[-1].cost
+        made = VerifyStep(self._decode, self.cache, self._shape, self._buckets, most, cost)
         self._decode.lengths.fill_(IDLE)
         self._rows.forget()
         self.graphs.add_drafts(made)

@@ -28,7 +28,7 @@ from dakrun.models.decoder import Attend, Decoder
 from dakrun.models.experts import routers
 from dakrun.models.functional import rms_norm, rope_table, rotate
 from dakrun.models.modules import Attention
-from dakrun.plan import PREFILL_CHUNK_TOKENS
+from dakrun.plan import PREFILL_CHUNK_TOKENS, DraftForecast
 from dakrun.units import ceil_div
 from dakrun.weights.loading import Weights
 
@@ -153,9 +153,10 @@ class ReferenceRunner:
         """The experts that were exchanged, in a model that has any."""
         return {"expert_moves": self._moves.report()} if self._moves else {}
 
-    def draft(self, most: int) -> None:
-        """Prepare for steps that carry up to `most` drafted tokens of a row."""
-        self.drafter = Drafter(self.cache.slots, most)
+    def draft(self, forecasts: Sequence[DraftForecast]) -> None:
+        """Prepare for steps that carry as many drafted tokens of a row as `forecasts` say."""
+        most = max(one.drafts for one in forecasts)
+        self.drafter = Drafter(self.cache.slots, most, forecasts[-1].cost)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:

@@ -17,6 +17,7 @@ from dakrun.engine.step import Accepted, Likeliest, Row, Step
 from dakrun.errors import GpuFailed
 from dakrun.memory.device import download, is_out_of_memory, out_of_memory, upload
 from dakrun.memory.tiers import LOCAL_HINT
+from dakrun.plan import DraftForecast
 
 
 class Runner(Protocol):
@@ -36,8 +37,8 @@ class Runner(Protocol):
     expert_use: ExpertUse | None
     moves_experts: bool
 
-    def draft(self, most: int) -> None:
-        """Prepare for steps that carry up to `most` drafted tokens of a row."""
+    def draft(self, forecasts: Sequence[DraftForecast]) -> None:
+        """Prepare for steps that carry as many drafted tokens of a row as `forecasts` say."""
         ...
 
     def op_seconds(self, length: int) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from dakrun.drafts import DraftLengths, FileIndex
+from dakrun.drafts import LEAST_CHANCE, DraftLengths, FileIndex
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.slot_progress import SlotProgress, end_of
@@ -41,14 +41,18 @@ class VerifyStep:
         shape: KVShape,
         buckets: Sequence[Bucket],
         most: int,
+        cost: float = LEAST_CHANCE,
     ) -> None:
-        """`buckets` are those of all steps; self.buckets has those small enough for drafts."""
+        """`buckets` are those of all steps; self.buckets has those small enough for drafts.
+
+        See DraftLengths for `cost`.
+        """
         config, device = step.backend.model.config, step.backend.like.device
         group = config.num_heads // config.num_kv_heads
         self.width = 1 + min(most, WARPGROUPS * part_queries(group) - 1)
         fit = [bucket for bucket in buckets if sum(bucket) * self.width <= VERIFIED_TOKENS]
         self.buckets = frozenset(fit)
-        self.lengths = DraftLengths(cache.slots, self.width - 1)
+        self.lengths = DraftLengths(self.width - 1, cost)
         self._step, self._cache, self._shape = step, cache, shape
         proposed = PROPOSED_STEPS * self.width
         self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, proposed)
@@ -123,8 +127,7 @@ class VerifyStep:
         """
         changed = dict[int, SlotDrafts]()
         for row in rows:
-            room, most = self._cache.room(row.slot), self.lengths.by_slot[row.slot]
-            own = SlotDrafts(end_of(row), room, most)
+            own = SlotDrafts(end_of(row), self._cache.room(row.slot))
             if self._limits.get(row.slot) != own:
                 changed[row.slot] = own
         device = self._texts.limits.device
@@ -172,9 +175,8 @@ class VerifyStep:
         """
         tokens, drafted, matches = self._progress.take(step.decode)
         if any(drafted):
-            slots = [row.slot for row in step.decode]
             right = [max(0, len(own) - 1) for own in tokens]
-            self.lengths.learn(slots, matches, drafted, right)
+            self.lengths.learn(matches, drafted, right)
         for row in step.prompts:
             if row.wanted:
                 self._know(row, row.last + 1)
@@ -185,7 +187,6 @@ class VerifyStep:
     def _know(self, row: Row, cached: int) -> None:
         """Note that the row's request has the slot, `cached` positions in it; tokens are known."""
         self._progress.begin(row, cached)
-        self.lengths.begin(row.slot)
         self._index.begin(row.slot, row.sampling.history.last(LONGEST_MATCH))
 
     def _propose(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:

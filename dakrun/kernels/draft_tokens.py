@@ -27,16 +27,14 @@ DRAFT, ACCEPT = "draft_tokens.cu", "accept_drafts.cu"
 
 
 class SlotDrafts(NamedTuple):
-    """What a slot may draft: SlotDrafts of native/slot_drafts.cuh.
+    """How far a slot's drafts may go: SlotDrafts of native/slot_drafts.cuh.
 
     `end`: positions in the KV cache at the request's end, at most. `room`: positions with KV
-    blocks. `most`: drafted tokens of a step, at most.
+    blocks.
     """
 
     end: int
     room: int
-    most: int
-    unused: int = 0
 
 
 class Outcome(NamedTuple):
@@ -83,7 +81,7 @@ class SlotTexts:
     """What the device knows of the requests in slots.
 
     `text`, int32 [slots, positions], has their tokens by position, the newest included; `newest`
-    int32 [slots]; `cached`, int32 [slots], their cached positions; `limits`, int32 [slots, 4], are
+    int32 [slots]; `cached`, int32 [slots], their cached positions; `limits`, int32 [slots, 2], are
     SlotDrafts. `by_match`, int32 [LONGEST_MATCH + 1], has the most tokens to draft by the length of
     a match. `proposals`, int32 [slots, 2 + n], may have tokens that follow the newest one at a
     position: that position, the length of their match, then the tokens, negative from their end on;

@@ -90,6 +90,11 @@ class DraftForecast:
         """Drafts save time if a step gives a row more tokens than this."""
         return self.step_s / self.plain_s
 
+    @property
+    def cost(self) -> float:
+        """Share of a step without drafts by which one more token of each row makes it longer."""
+        return max(0.0, self.break_even - 1) / self.drafts
+
     def token_s(self, acceptance: float) -> float:
         """Seconds of a step over the tokens that it is expected to give a row."""
         return self.step_s / tokens_kept(acceptance, self.drafts)
