@@ -402,7 +402,7 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
 
 def test_steps_with_drafts(tiny: tuple[object, ...]) -> None:
     """Batches whose steps with drafts would be too large have none; a token takes its share."""
-    points = ("--batch-size", 2, "--batch-size", 130, "--speculate", 3)
+    points = ("--batch-size", 2, "--batch-size", 258, "--speculate", 3)
     result = run(*tiny, *points, "--json")
     assert result.exit_code == 0, result.stderr
     small, large = json.loads(result.stdout)["rows"]

@@ -160,10 +160,10 @@ class Row:
         self.tokens, self.kept = tokens, 0.0
 
 
-def choice_of(mode: str, expected: float) -> DraftChoice:
+def choice_of(mode: str, expected: float, drafts: int = 7) -> DraftChoice:
     """For up to 64 rows, where drafts are predicted to make steps `expected` times as long."""
     forecasts = [
-        DraftForecast(rows=rows, drafts=7, plain_s=0.5, step_s=0.5 * expected)
+        DraftForecast(rows=rows, drafts=drafts, plain_s=0.5, step_s=0.5 * expected)
         for rows in (1, 2, 4, 8, 16, 32, 64)
     ]
     return DraftChoice(Speculation.of(mode), forecasts)
@@ -257,20 +257,21 @@ def test_the_time_of_drafts_that_were_not_accepted() -> None:
 def test_other_choices_are_not_measured() -> None:
     rows = [Row(1.0) for _ in range(65)]
     assert DraftChoice(Speculation.of("off"), []).next(rows[:2]) == 0  # type: ignore[arg-type]
-    choice = choice_of("suffix:3", 9.0)
+    choice = choice_of("suffix:3", 9.0, drafts=3)
     choice.record(rows[:8], [1] * 8, 3, 9.0)  # type: ignore[arg-type]
     assert choice.next(rows[:8]) == choice.next(rows[:64]) == 3  # type: ignore[arg-type]
     assert choice.next(rows) == choice.next([]) == 0, "too many rows, or none"  # type: ignore[arg-type]
 
 
 def test_memory_of_steps_with_drafts_is_planned_and_bounded() -> None:
-    """Logits of all their tokens among it; batches beyond the bound decode without drafts."""
+    """Logits of all their tokens among it; rows of large batches have fewer drafts, or none."""
     model, planned = known("llama-3-8b"), {}
-    for batch in (8, 64, 256):
-        for drafts in (0, 7):
-            made = replace(work(batch), drafts=drafts)
-            planned[batch, drafts] = activation_bytes(model, made)
-            assert verified_tokens(made) == (min(8 * batch, VERIFIED_TOKENS) if drafts else 0)
-    more = {batch: planned[batch, 7] - planned[batch, 0] for batch in (8, 64, 256)}
+    for batch in (8, 128, 512):
+        for choice in ("off", "suffix:7"):
+            made = replace(work(batch), speculation=Speculation.of(choice))
+            planned[batch, choice] = activation_bytes(model, made)
+            wanted = 0 if choice == "off" else min(8 * batch, VERIFIED_TOKENS)
+            assert verified_tokens(made) == wanted
+    more = {b: planned[b, "suffix:7"] - planned[b, "off"] for b in (8, 128, 512)}
     assert more[8] > 64 * model.vocab_size * 2
-    assert more[8] < more[64] < more[256] < 1.01 * more[64]
+    assert more[8] < more[128] < more[512] < 1.01 * more[128]

@@ -22,7 +22,7 @@ from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner,
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.models.modules import Fused
-from dakrun.plan import Plan
+from dakrun.plan import Plan, step_time
 from dakrun.requests import Completion, Request, Tokenizer
 
 __all__ = ["launched"]  # a fixture that all tests use
@@ -132,7 +132,10 @@ DENSE = [name for name in CONFIGS if not hasattr(CONFIGS[name], "num_experts_per
 def test_results_are_those_without_drafts(
     name: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With too `few` KV blocks requests give theirs up, and go on later."""
+    """With too `few` KV blocks requests give theirs up, and go on later.
+
+    Steps of few rows have more drafts a row.
+    """
     path = save_half(CONFIGS[name], tmp_path / name)
     wanted = run(engine_of(path, OFF))
     if few:
@@ -140,7 +143,10 @@ def test_results_are_those_without_drafts(
         placed = plan_of(path, 3).kv_placement()
         fewer = [(tier, slots, max(2, slots)) for tier, slots, _ in placed]
         monkeypatch.setattr(Plan, "kv_placement", lambda _: fewer)
-    engine = engine_of(path, Speculation("suffix", 3))
+    monkeypatch.setattr(step_time, "VERIFIED_TOKENS", 14)
+    engine = engine_of(path, Speculation("suffix", 5))
+    verify = engine.runner._verify  # type: ignore[attr-defined]
+    assert {sum(bucket): width for bucket, width in verify.widths.items()} == {1: 6, 2: 6, 3: 4}
     for _ in range(2):
         assert run(engine) == wanted
     stats = engine.stats

@@ -434,8 +434,8 @@ def test_steps_with_drafts_choose_what_steps_without_choose(
             own.append(token)
 
     rows, cache, samplings = begun(path, prompts)
-    made = VerifyStep(rows, cache, rows._shape, [cache.counts], 3)
-    assert made.width == 4 and made.buckets == {cache.counts}
+    made = VerifyStep(rows, cache, rows._shape, {cache.counts: 4})
+    assert made.width == 4 and made.widths == {cache.counts: 4}
     ends = [
         Row(i, 0, one, length=len(p), tokens=p)
         for i, (p, one) in enumerate(zip(prompts, samplings, strict=True))
@@ -462,7 +462,7 @@ def test_steps_with_drafts_choose_what_steps_without_choose(
             rows.run(cache.counts)  # a step without drafts
             made.keep(2)
         else:
-            made.run(2)
+            made.run(cache.counts)
         found = made.accepted(Step(decode), [])
         drafted += found.drafted
         for row, new in zip(decode, found.tokens, strict=True):

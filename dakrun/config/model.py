@@ -11,6 +11,7 @@ from typing import Literal
 
 from dakrun.config.popularity import Popularity
 from dakrun.config.rope import RopeScaling
+from dakrun.config.speculation import OFF, Speculation
 from dakrun.errors import UsageError, check_count
 from dakrun.formats import KVLayout, Quantization, Rows, WeightFormat
 
@@ -214,15 +215,15 @@ class Workload:
 
     Up to `batch_size` requests decode together, each of up to `max_model_len` positions of the KV
     cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion. Of a
-    prompt, the first `shared_len` tokens have been computed for others. Steps carry up to `drafts`
-    drafted tokens a request.
+    prompt, the first `shared_len` tokens have been computed for others. `speculation` says how
+    many drafted tokens of a request steps carry.
     """
 
     batch_size: int
     prompt_len: int
     new_tokens: int
     max_model_len: int
-    drafts: int = 0
+    speculation: Speculation = OFF
     shared_len: int = 0
 
     def __post_init__(self) -> None:

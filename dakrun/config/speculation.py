@@ -6,15 +6,18 @@ from typing import Literal
 from dakrun.errors import UsageError
 
 MAX_DRAFT = 15  # drafted tokens of a row in a step: with the newest one, 16 positions
-DEFAULT_DRAFT = 7
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Drafts of up to `most` tokens a row: never ("off"), always, or where they save time."""
+    """Drafts of up to `most` tokens a row: never ("off"), always, or where they save time.
+
+    With `fewer`, they are as many as the plan predicts to be best for a step's number of rows.
+    """
 
     mode: Literal["auto", "off", "suffix"] = "off"
     most: int = 0
+    fewer: bool = False
 
     @classmethod
     def of(cls, text: str) -> "Speculation":
@@ -23,9 +26,9 @@ class Speculation:
         if mode == "off" and not colon:
             return cls()
         if mode == "auto" and not colon:
-            return cls("auto", DEFAULT_DRAFT)
+            return cls("auto", MAX_DRAFT, fewer=True)
         if mode == "suffix" and not colon:
-            return cls("suffix", DEFAULT_DRAFT)
+            return cls("suffix", MAX_DRAFT, fewer=True)
         if mode == "suffix" and count.isdecimal() and 1 <= int(count) <= MAX_DRAFT:
             return cls("suffix", int(count))
         raise UsageError(

@@ -40,9 +40,9 @@ class DraftChoice:
     """The user's choice, and the measured times of steps with drafts and without, by rows."""
 
     def __init__(self, speculation: Speculation, forecasts: Sequence[DraftForecast]) -> None:
-        """`forecasts` are of steps with up to `speculation.most` drafts, by rising rows."""
-        self.most, self._measures = speculation.most, speculation.mode == "auto"
-        self._forecasts, self._rows = forecasts, [one.rows for one in forecasts]
+        """`forecasts` are of steps with drafts, by rising rows; none if there are no drafts."""
+        self._measures = speculation.mode == "auto"
+        self.forecasts, self._rows = forecasts, [one.rows for one in forecasts]
         self._plain = [_Mean() for _ in forecasts]  # seconds of a step
         self._drafting = [_Mean() for _ in forecasts]
         self._kept = _Mean()  # tokens of a row in a step with drafts
@@ -57,9 +57,10 @@ class DraftChoice:
         size = bisect_left(self._rows, len(running))
         if not running or size == len(self._rows):
             return 0
+        drafts = self.forecasts[size].drafts
         if not self._measures:
             paused = self._useless >= USELESS and self._pause < PAUSE
-            return 0 if paused else self.most
+            return 0 if paused else drafts
         if self._plain[size].value is None:
             return 0
         plain, drafting = self._seconds(size)
@@ -67,10 +68,10 @@ class DraftChoice:
             mean = self._kept.value
             kept = sum(r.kept or mean for r in running) / len(running)
             if drafting < kept * plain:
-                return self.most if self._drafted[size] < AGAIN else 0
+                return drafts if self._drafted[size] < AGAIN else 0
         # What is known may have changed: try again as long as little is lost by it.
         loss = max(0.0, drafting - plain)
-        return self.most if self._lost_s + loss <= LOST * self._total_s else 0
+        return drafts if self._lost_s + loss <= LOST * self._total_s else 0
 
     def record(
         self, rows: Sequence[RequestState], counts: Sequence[int], drafts: int, seconds: float
@@ -104,8 +105,8 @@ class DraftChoice:
 
     def _seconds(self, size: int) -> tuple[float, float]:
         """Seconds of a step without and with drafts: measured, or the other's by the forecast."""
-        longer = self._forecasts[size].break_even
+        longer = self.forecasts[size].break_even
         plain, drafting = self._plain[size].value, self._drafting[size].value
         if plain is None:
-            plain = self._forecasts[size].plain_s if drafting is None else drafting / longer
+            plain = self.forecasts[size].plain_s if drafting is None else drafting / longer
         return plain, plain * longer if drafting is None else drafting

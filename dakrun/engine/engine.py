@@ -27,7 +27,7 @@ from dakrun.engine.step import Accepted, Row, Step
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
-from dakrun.plan import DraftForecast, Plan, draft_forecasts, requests_per_admission
+from dakrun.plan import Plan, draft_forecasts, requests_per_admission
 from dakrun.requests import BadRow, Completion, Request, RowError, Tokenizer
 
 
@@ -61,8 +61,9 @@ class Engine:
         speculation: Speculation = OFF,
     ) -> None:
         self.runner, self.plan = runner, plan
-        if forecasts := self.speculate(speculation):
-            runner.draft(forecasts)
+        self.speculate(speculation)
+        if self._drafts.forecasts:
+            runner.draft(self._drafts.forecasts)
         self.stats, self.prompts_first = EngineStats(), False
         self.answers = Answers(plan, tokenizer, grammars)
         self._kv_bytes = plan.model.kv_bytes_per_token
@@ -129,14 +130,9 @@ class Engine:
             self._drop_all()
             self._one_run.release()
 
-    def speculate(self, speculation: Speculation) -> Sequence[DraftForecast]:
-        """Let steps carry other drafts from now on, no more than the runner is prepared for.
-
-        Returns what is predicted of such steps.
-        """
-        forecasts = list(draft_forecasts(self.plan, speculation.most))
-        self._drafts = DraftChoice(speculation, forecasts)
-        return forecasts
+    def speculate(self, speculation: Speculation) -> None:
+        """Let steps carry other drafts from now on, no more than the runner is prepared for."""
+        self._drafts = DraftChoice(speculation, draft_forecasts(self.plan, speculation))
 
     def close(self) -> None:
         """End the current run, which gives finished results, then raises UsageError."""
@@ -312,7 +308,7 @@ class Engine:
         seconds = now - max(launched.start, self._collected)
         self._collected = now
         self.stats.count_time(launched.step, seconds)
-        if not self._drafts.most:
+        if not self._drafts.forecasts:
             return
         decode, prompts = launched.step
         if not prompts:

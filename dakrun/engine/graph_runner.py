@@ -40,7 +40,7 @@ from dakrun.kernels.runtime import (
 )
 from dakrun.memory.device import upload
 from dakrun.models.modules import Fused
-from dakrun.plan import DraftForecast
+from dakrun.plan import DraftForecast, drafts_of
 
 
 @dataclass
@@ -123,8 +123,10 @@ class GraphRunner:
     @torch.inference_mode()
     def draft(self, forecasts: Sequence[DraftForecast]) -> None:
         """Capture steps of rows with drafts, of the buckets that are small enough."""
-        most, cost = forecasts[0].drafts, forecasts[-1].cost
-        made = VerifyStep(self._decode, self.cache, self._shape, self._buckets, most, cost)
+        drafts = {bucket: drafts_of(forecasts, sum(bucket)) for bucket in self._buckets}
+        widths = {bucket: 1 + n for bucket, n in drafts.items() if n}
+        cost = forecasts[-1].cost
+        made = VerifyStep(self._decode, self.cache, self._shape, widths, cost)
         self._decode.lengths.fill_(IDLE)
         self._rows.forget()
         self.graphs.add_drafts(made)
@@ -164,12 +166,12 @@ class GraphRunner:
                 verify.begin(ended, chosen=True)
             if any(row.scored for row in prompts):
                 scores = self._prefill.scores(step, hidden)
-        elif verify and bucket in verify.buckets and any(row.length > 1 for row in rows):
+        elif verify and bucket in verify.widths and any(row.length > 1 for row in rows):
             self.graphs.fill()
             verify.limit(rows, self._masks.forced())
             start.record()
             self.graphs.verifying[bucket].replay()
-            logits, tokens, width = verify.backend.logits, verify.chosen, verify.width
+            logits, tokens, width = verify.backend.logits, verify.chosen, verify.widths[bucket]
             self._count_replay(bucket, len(rows))
         else:
             self.graphs.fill()

@@ -56,8 +56,8 @@ class StepGraphs:
         self.filled = False
         self.fill()
         for bucket in reversed(self._buckets):
-            if bucket in verify.buckets:
-                run = partial(verify.run, sum(bucket))
+            if bucket in verify.widths:
+                run = partial(verify.run, bucket)
                 run()  # compiles its kernels
                 self.verifying[bucket] = capture(run, self._pool)
         self.filled = False

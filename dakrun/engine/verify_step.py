@@ -1,9 +1,10 @@
 """Steps of a GPU whose rows carry drafts: what is launched, and what the host knows of them.
 
-A step computes `width` tokens of a row: its newest one and its drafts. A kernel finds drafts in the
-row's own text, or takes drafts that the host has proposed from the answers of the run so far.
-Kernels also accept drafts, so steps run ahead of the CPU. Steps without drafts keep the same texts
-and lengths up to date on the GPU. Knows rows and slots, neither graphs nor requests.
+A step computes several tokens of a row, equally many of each: its newest one and its drafts. A
+kernel finds drafts in the row's own text, or takes drafts that the host has proposed from the
+answers of the run so far. Kernels also accept drafts, so steps run ahead of the CPU. Steps without
+drafts keep the same texts and lengths up to date on the GPU. Knows rows and slots, neither graphs
+nor requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,33 +26,31 @@ from dakrun.kernels.attention.prompt import part_queries
 from dakrun.kernels.draft_tokens import DraftBuffers, SlotDrafts, SlotTexts, accept_drafts
 from dakrun.memory.device import upload
 from dakrun.models.modules import Attention
-from dakrun.plan import VERIFIED_TOKENS
 
 Forced = tuple[int, Sequence[int]]  # tokens, behind the position of the first
 PROPOSED_STEPS = 2  # whose tokens the host proposes: one is in flight before these can be used
 
 
 class VerifyStep:
-    """Buffers and launches of steps with up to `most` drafts a row, over the slots of `step`."""
+    """Buffers and launches of steps with drafts, over the slots of `step`."""
 
     def __init__(
         self,
         step: DecodeStep,
         cache: KVCache,
         shape: KVShape,
-        buckets: Sequence[Bucket],
-        most: int,
+        widths: Mapping[Bucket, int],
         cost: float = LEAST_CHANCE,
     ) -> None:
-        """`buckets` are those of all steps; self.buckets has those small enough for drafts.
+        """`widths` has the tokens of a row by bucket, the smallest first; of some buckets only.
 
-        See DraftLengths for `cost`.
+        See DraftLengths for `cost`. self.widths has as many of them as attention can have.
         """
         config, device = step.backend.model.config, step.backend.like.device
         group = config.num_heads // config.num_kv_heads
-        self.width = 1 + min(most, WARPGROUPS * part_queries(group) - 1)
-        fit = [bucket for bucket in buckets if sum(bucket) * self.width <= VERIFIED_TOKENS]
-        self.buckets = frozenset(fit)
+        most = WARPGROUPS * part_queries(group)
+        self.widths = {bucket: min(width, most) for bucket, width in widths.items()}
+        self.width = max(self.widths.values(), default=1)
         self.lengths = DraftLengths(self.width - 1, cost)
         self._step, self._cache, self._shape = step, cache, shape
         proposed = PROPOSED_STEPS * self.width
@@ -63,29 +62,27 @@ class VerifyStep:
         self._sent: dict[int, Forced] = {}
         self._limits: dict[int, SlotDrafts] = {}
         self._by_match: list[int] = []
-        self._rows = rows = max(map(sum, fit), default=0)
-        if rows:
-            tokens = rows * self.width
-            self.backend = step.backend.with_buffers(step.backend.staging, tokens)
+        if rows := max(map(sum, self.widths), default=0):
+            tokens = max(sum(bucket) * width for bucket, width in self.widths.items())
             self._buffers = DraftBuffers(rows, self.width, shape, group, device)
+            self.backend = step.backend.with_buffers(step.backend.staging, tokens)
             self._heads = step.backend.like.new_zeros(tokens, config.q_size)
             self.chosen = torch.zeros(tokens, dtype=torch.int32, device=device)
 
-    def run(self, n: int) -> None:
-        """Launch a step of the first n rows, with drafts."""
-        step, drafts, tokens = self._step, self._buffers, n * self.width
+    def run(self, bucket: Bucket) -> None:
+        """Launch a step of the rows of `bucket`, with drafts."""
+        n, width = sum(bucket), self.widths[bucket]
+        step, drafts, tokens = self._step, self._buffers.of_width(width), n * width
         drafts.draft(step.lengths[:n], step.slots[:n], self._texts, self._cache.tables)
         ids, positions = drafts.tokens[:tokens], drafts.positions[:tokens]
-        self.backend.model.forward(self.backend, partial(self._attend, n), ids, positions)
+        self.backend.model.forward(self.backend, partial(self._attend, drafts, n), ids, positions)
         logits, chosen, slots = (
             own[:tokens] for own in (self.backend.logits, self.chosen, drafts.slots)
         )
         select_token(
             logits, chosen, positions, slots, step.log, step.sampling, adjusts=False, pdl=True
         )
-        select_in_order(
-            logits, ids, chosen, positions, slots, step.log, step.sampling, width=self.width
-        )
+        select_in_order(logits, ids, chosen, positions, slots, step.log, step.sampling, width=width)
         accept_drafts(chosen, positions, self._first(n), self._texts, drafts)
 
     def keep(self, n: int) -> None:
@@ -197,22 +194,26 @@ class VerifyStep:
             return
         slots = list(new)
         self._index.extend(slots, list(new.values()))
-        if len(slots) > self._rows:
+        fit = (width for bucket, width in self.widths.items() if sum(bucket) >= len(slots))
+        if not (width := next(fit, 0)):
             return  # too many for drafts
-        matches, found = self._index.propose(slots, PROPOSED_STEPS * self.width)
+        matches, found = self._index.propose(slots, PROPOSED_STEPS * width)
         known = np.flatnonzero(matches)
         if len(known):
             numbers = np.array(slots)[known]
+            self._proposals = np.full((len(known), 3 + PROPOSED_STEPS * self.width), -1, np.int32)
             made = numbers, self._progress.cached[numbers], matches[known], *found[known].T
-            self._proposals = np.stack(made, axis=1).astype(np.int32)
+            self._proposals[:, : len(made)] = np.stack(made, axis=1)
 
     def _first(self, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, lengths and slots of the first n rows."""
         return self._step.tokens[:n], self._step.lengths[:n], self._step.slots[:n]
 
-    def _attend(self, n: int, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, drafts: DraftBuffers, n: int, attention: Attention, qkv: torch.Tensor
+    ) -> torch.Tensor:
         """Heads [n * width, Hq * D] of a fused projection; keys and values are stored."""
-        drafts, layer, heads = self._buffers, attention.layer, self._heads[: len(qkv)]
+        layer, heads = attention.layer, self._heads[: len(qkv)]
         self.backend.normalize_heads(attention, qkv)
         q, _, _ = attention.split(qkv)
         joined = qkv.view(len(qkv), -1, attention.head_dim)

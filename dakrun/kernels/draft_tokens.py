@@ -3,6 +3,7 @@
 Knows rows, slots and the texts in them; neither requests nor models.
 """
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,6 +132,12 @@ class DraftBuffers:
         self.matches = torch.zeros(rows, dtype=torch.int32, device=device)
         self.width, self.rows = width, RowTiles(rows, width, shape, group, device)
         self.kv_addresses = self.rows.kv_addresses
+
+    def of_width(self, width: int) -> "DraftBuffers":
+        """The same buffers for rows of fewer tokens: the first rows * width elements of each."""
+        found = copy.copy(self)
+        found.width, found.rows = width, self.rows.of_width(width)
+        return found
 
     def work(self, rows: int) -> PromptWork:
         """The work of prompt attention of the first `rows` rows."""

@@ -8,6 +8,7 @@ from dakrun.plan.batch_size import choose_batch_size
 from dakrun.plan.cta_model import launch_times, sms_by_tier
 from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.footprint import (
+    DRAFTING_ROWS,
     PREFILL_CHUNK_TOKENS,
     RESERVE_BYTES,
     VERIFIED_TOKENS,
@@ -39,10 +40,17 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.run_bound import run_bound
 from dakrun.plan.run_time import RunForecast
-from dakrun.plan.step_time import ACCEPTANCES, DraftForecast, draft_forecasts, tokens_kept
+from dakrun.plan.step_time import (
+    ACCEPTANCES,
+    DraftForecast,
+    draft_forecasts,
+    drafts_of,
+    tokens_kept,
+)
 
 __all__ = [
     "ACCEPTANCES",
+    "DRAFTING_ROWS",
     "PREFILL_CHUNK_TOKENS",
     "RESERVE_BYTES",
     "RING_GROUPS",
@@ -68,6 +76,7 @@ __all__ = [
     "compute_time",
     "decode_ops",
     "draft_forecasts",
+    "drafts_of",
     "is_windowed",
     "kv_positions",
     "kv_staging_bytes",

@@ -16,7 +16,7 @@ RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
 # measured on an H200 for 19 and 49 GiB, 480 to 510 and some 20 MiB beside, which 400 covers.
 HOST_BYTES_PER_PAGE_TABLE_BYTE = 400
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
-VERIFIED_TOKENS = 512  # of a step with drafts, at most
+VERIFIED_TOKENS, DRAFTING_ROWS = 1024, 256  # of a step with drafts, at most
 DRAFT_GRAPHS_BYTES = 16 << 20  # of at most 15 CUDA graphs of steps with drafts
 
 
@@ -72,13 +72,14 @@ def activation_bytes(
 
 
 def verified_tokens(workload: Workload) -> int:
-    """Tokens of the largest step with drafts; 0 if there are none.
+    """Tokens of the largest step with drafts, at most; 0 if there are none.
 
-    Larger batches decode without drafts until they are small enough: beyond VERIFIED_TOKENS,
-    products wait for arithmetic and not for memory.
+    Many rows have fewer drafts each, and more than DRAFTING_ROWS have none: then products wait for
+    arithmetic, with few tokens of a row.
     """
-    width = 1 + workload.drafts
-    return min(VERIFIED_TOKENS // width, workload.batch_size) * width if workload.drafts else 0
+    if not (most := workload.speculation.most):
+        return 0
+    return min(VERIFIED_TOKENS, min(workload.batch_size, DRAFTING_ROWS) * (1 + most))
 
 
 def adjustment_bytes(max_model_len: int, vocabulary: int) -> int:

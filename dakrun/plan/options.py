@@ -178,7 +178,7 @@ class RunOptions:
             prompt_len=prompt_len or max(1, (length - new_tokens) // 2),
             new_tokens=new_tokens,
             max_model_len=length,
-            drafts=self.speculation.most,
+            speculation=self.speculation,
             shared_len=shared_len,
         )
 

@@ -5,11 +5,13 @@ its draft did not foresee. The placement is a plan's. Knows neither texts nor th
 """
 
 import functools
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dakrun.config import Speculation
 from dakrun.geometry import PROMPT_PART_ROWS, TILED_MAX_ROWS
-from dakrun.plan.footprint import VERIFIED_TOKENS
+from dakrun.plan.footprint import DRAFTING_ROWS, VERIFIED_TOKENS
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.plan import Plan
 from dakrun.plan.roofline import op_cost, sampling_time
@@ -17,6 +19,8 @@ from dakrun.units import ceil_div
 
 PROMPT_EFFICIENCY = 0.4  # of the arithmetic of attention with several queries of a request
 ACCEPTANCES = (0.5, 0.8, 0.95)  # for which figures are shown
+FEWER_DRAFTS = (1, 3, 7)  # of a row, besides the most
+EXPECTED_ACCEPTANCE = 0.8  # for which the number of drafts is chosen
 
 
 class StepTimes:
@@ -100,11 +104,31 @@ class DraftForecast:
         return self.step_s / tokens_kept(acceptance, self.drafts)
 
 
-def draft_forecasts(plan: Plan, drafts: int) -> Iterator[DraftForecast]:
-    """Steps of 1, 2, 4, ... rows with `drafts` drafts each, up to the most rows; none for 0."""
-    if not drafts:
-        return
-    most, times = min(plan.workload.batch_size, VERIFIED_TOKENS // (1 + drafts)), StepTimes(plan)
-    for rows in [*(1 << i for i in range((most - 1).bit_length())), most]:
-        plain, step = times.step(rows), times.step(rows, 1 + drafts)
-        yield DraftForecast(rows=rows, drafts=drafts, plain_s=plain, step_s=step)
+def draft_forecasts(plan: Plan, speculation: Speculation) -> list[DraftForecast]:
+    """Steps of 1, 2, 4, ... rows with drafts, up to the most rows that have any.
+
+    The rows have `speculation.most` drafts each, or as many as VERIFIED_TOKENS allow. With `fewer`
+    they have the number with which a token takes least time at EXPECTED_ACCEPTANCE, but no fewer
+    than in steps of more rows.
+    """
+    if not speculation.most:
+        return []
+    most, times = min(plan.workload.batch_size, DRAFTING_ROWS), StepTimes(plan)
+    found, least = list[DraftForecast](), 1
+    for rows in [most, *(1 << i for i in reversed(range((most - 1).bit_length())))]:
+        room = min(speculation.most, VERIFIED_TOKENS // rows - 1)
+        numbers = [k for k in FEWER_DRAFTS if least <= k < room] if speculation.fewer else []
+        plain, steps = times.step(rows), [(k, times.step(rows, 1 + k)) for k in [*numbers, room]]
+        best = min(
+            (DraftForecast(rows=rows, drafts=k, plain_s=plain, step_s=step) for k, step in steps),
+            key=lambda one: one.token_s(EXPECTED_ACCEPTANCE),
+        )
+        found.append(best)
+        least = best.drafts
+    return found[::-1]
+
+
+def drafts_of(forecasts: Sequence[DraftForecast], rows: int) -> int:
+    """Drafts of a row in steps of `rows` rows, of `forecasts` by rising rows; 0 beyond them."""
+    size = bisect_left(forecasts, rows, key=lambda one: one.rows)
+    return forecasts[size].drafts if size < len(forecasts) else 0

@@ -5,6 +5,7 @@ heads, up to 64: the heads are then the rows of a tile. Wraps native/row_tiles.c
 slots, no models.
 """
 
+import copy
 import ctypes
 
 import torch
@@ -73,6 +74,13 @@ class RowTiles:
             rows * shape.kv_heads * WARPGROUPS, dtype=torch.int32, device=device
         )
         self._counts = torch.tensor(tiles, dtype=torch.int32, device=device)
+
+    def of_width(self, width: int) -> "RowTiles":
+        """The same buffers for rows of fewer tokens."""
+        assert width <= self.width, f"expected up to {self.width} tokens of a row, got {width}"
+        found = copy.copy(self)
+        found.width = width
+        return found
 
     def splits(self, rows: int) -> int:
         """The most ranges of KV blocks of a row, in a step of `rows` rows.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dakrun.config import Speculation
 from dakrun.engine import EngineStats
 from dakrun.llm import LLM
-from dakrun.plan import ACCEPTANCES, VERIFIED_TOKENS, tokens_kept
+from dakrun.plan import ACCEPTANCES, draft_forecasts, drafts_of, tokens_kept
 
 ROUNDS, STEPS = 3, 12  # a round has fewer steps than those after which useless drafts pause
 FIGURES = ("draft_step_s", *(f"token_at_{rate:.0%}_s".replace("%", "") for rate in ACCEPTANCES))
@@ -24,11 +24,12 @@ def draft_figures(
     `batch` completes `rows` requests of `new_tokens` tokens each. Only steps in which no row can
     have ended count.
     """
-    if rows * (1 + drafts) > VERIFIED_TOKENS:
+    chosen = Speculation("suffix", drafts)
+    if drafts_of(draft_forecasts(llm.plan, chosen), rows) < drafts:
         return {}
     engine, steps = llm.engine, list[float]()
     for _ in range(ROUNDS):
-        engine.speculate(Speculation("suffix", drafts))
+        engine.speculate(chosen)
         engine.stats = EngineStats()
         batch()
         most = min(STEPS, max(1, (new_tokens - 1) // (1 + drafts)))

@@ -119,5 +119,9 @@ class Scope:
         return replace(self, profile=replace(self.profile, hbm_capacity_bytes=ROOM, remote=tiers))
 
     def _workload(self, batch_size: int, prompt_len: int, new_tokens: int) -> Workload:
-        sizes = {"batch_size": batch_size, "prompt_len": prompt_len, "new_tokens": new_tokens}
-        return Workload(**sizes, max_model_len=prompt_len + new_tokens)
+        return Workload(
+            batch_size=batch_size,
+            prompt_len=prompt_len,
+            new_tokens=new_tokens,
+            max_model_len=prompt_len + new_tokens,
+        )

@@ -201,19 +201,20 @@ def experts_figures(plan: Plan) -> dict[str, Any] | None:
 
 def drafts_figures(plan: Plan) -> dict[str, Any] | None:
     """Steps with drafts, by rows, and the time of a token by acceptance; None without drafts."""
-    if not (drafts := plan.workload.drafts):
+    if not plan.workload.speculation.most:
         return None
     return {
-        "tokens": drafts,
+        "tokens": plan.workload.speculation.most,
         "steps": [
             {
                 "rows": one.rows,
+                "drafts": one.drafts,
                 "step_s": one.step_s,
                 "plain_step_s": one.plain_s,
                 "break_even_tokens_per_row": one.break_even,
                 "token_s": {str(rate): one.token_s(rate) for rate in ACCEPTANCES},
             }
-            for one in draft_forecasts(plan, drafts)
+            for one in draft_forecasts(plan, plan.workload.speculation)
         ],
     }
 

@@ -173,7 +173,7 @@ def _prefill_text(forecast: Forecast) -> str:
 
 def _draft_rows(plan: Plan) -> list[tuple[str, str]]:
     """The largest step with drafts, the time of a token, and where drafts save time."""
-    steps = list(draft_forecasts(plan, plan.workload.drafts))
+    steps = draft_forecasts(plan, plan.workload.speculation)
     if not steps:
         return []
     few, most = steps[0], steps[-1]
