@@ -169,6 +169,14 @@ def choice_of(mode: str, expected: float, drafts: int = 7) -> DraftChoice:
     return DraftChoice(Speculation.of(mode), forecasts)
 
 
+def record(
+    choice: DraftChoice, rows: list[Row], counts: list[int], drafts: int, seconds: float
+) -> None:
+    """Of a step without prompts."""
+    choice.record_tokens(rows, counts, drafts)  # type: ignore[arg-type]
+    choice.record_time(counts, drafts, seconds)
+
+
 def run_of(
     rows: list[Row], longer: float, expected: float = 1.0, steps: int = 4000
 ) -> tuple[float, float, int]:
@@ -185,7 +193,7 @@ def run_of(
         if drafts:
             counts = [max(1, round(random.normal(row.tokens, 0.5))) for row in rows]
         seconds = random.normal(longer if drafts else 1.0, 0.02)
-        choice.record(rows, counts, drafts, seconds)  # type: ignore[arg-type]
+        record(choice, rows, counts, drafts, seconds)
         done, spent, plain = done + sum(counts) / len(rows), spent + seconds, plain + (not drafts)
     return spent, done, plain
 
@@ -217,7 +225,7 @@ def test_the_rows_that_are_left_decide() -> None:
             found.append(choice.next(some))  # type: ignore[arg-type]
             counts = [round(row.tokens) if found[-1] else 1 for row in some]
             seconds = random.normal(longer if found[-1] else 1.0, 0.01)
-            choice.record(some, counts, found[-1], seconds)  # type: ignore[arg-type]
+            record(choice, some, counts, found[-1], seconds)
         return found[20:]
 
     assert all(drafts_of(rows, 2.0)), "3 tokens in the time of 2"
@@ -230,6 +238,22 @@ def test_steps_without_drafts_are_measured_again() -> None:
     assert 5 < plain < 0.02 * done
 
 
+def test_steps_with_prompts_say_how_good_drafts_are_and_measure_no_time() -> None:
+    """With "auto" only drafts that are known to save time are worth a step beside prompts."""
+    choice, rows = choice_of("auto", 1.0), [Row(1.0)] * 2
+    record(choice, rows, [1, 1], 0, 1.0)
+    assert choice.next(rows) and choice.tries  # type: ignore[arg-type]
+    record(choice, rows, [3, 3], 7, 1.5)
+    assert choice.next(rows) and not choice.tries  # type: ignore[arg-type]
+    for _ in range(60):
+        choice.record_tokens(rows, [1, 1], 7)  # type: ignore[arg-type]
+    assert not choice.next(rows) or choice.tries  # type: ignore[arg-type]
+    choice = choice_of("suffix:7", 1.0)
+    for _ in range(16):
+        choice.record_tokens(rows, [1, 1], 7)  # type: ignore[arg-type]
+    assert not choice.next(rows)  # type: ignore[arg-type]
+
+
 def test_useless_drafts_pause() -> None:
     """Steps without are most of them, until drafts are right."""
     choice, rows = choice_of("suffix:7", 1.0), [Row(1.0)] * 2
@@ -239,7 +263,7 @@ def test_useless_drafts_pause() -> None:
         for _ in range(80):
             found.append(choice.next(rows))  # type: ignore[arg-type]
             counts = [tokens if found[-1] else 1] * 2
-            choice.record(rows, counts, found[-1], 1.0)  # type: ignore[arg-type]
+            record(choice, rows, counts, found[-1], 1.0)
         return found
 
     assert steps(1) == [7] * 16 + [*[0] * 7, 7] * 8
@@ -248,9 +272,9 @@ def test_useless_drafts_pause() -> None:
 
 def test_the_time_of_drafts_that_were_not_accepted() -> None:
     choice, rows = choice_of("suffix:7", 1.5), [Row(1.0)] * 2
-    choice.record(rows, [8, 8], 7, 3.0)  # type: ignore[arg-type]
+    record(choice, rows, [8, 8], 7, 3.0)
     assert choice.rejected_s == 0
-    choice.record(rows, [1, 1], 7, 3.0)  # type: ignore[arg-type]
+    record(choice, rows, [1, 1], 7, 3.0)
     assert choice.rejected_s == pytest.approx(1.0), "a step was predicted to be 1.5 times as long"
 
 
@@ -258,7 +282,7 @@ def test_other_choices_are_not_measured() -> None:
     rows = [Row(1.0) for _ in range(65)]
     assert DraftChoice(Speculation.of("off"), []).next(rows[:2]) == 0  # type: ignore[arg-type]
     choice = choice_of("suffix:3", 9.0, drafts=3)
-    choice.record(rows[:8], [1] * 8, 3, 9.0)  # type: ignore[arg-type]
+    record(choice, rows[:8], [1] * 8, 3, 9.0)
     assert choice.next(rows[:8]) == choice.next(rows[:64]) == 3  # type: ignore[arg-type]
     assert choice.next(rows) == choice.next([]) == 0, "too many rows, or none"  # type: ignore[arg-type]
 

@@ -147,8 +147,16 @@ def test_results_are_those_without_drafts(
     engine = engine_of(path, Speculation("suffix", 5))
     verify = engine.runner._verify  # type: ignore[attr-defined]
     assert {sum(bucket): width for bucket, width in verify.widths.items()} == {1: 6, 2: 6, 3: 4}
+    beside, logits = list[bool](), Prefill.logits
+
+    def counted(prefill: Prefill, *given: Any) -> Any:
+        beside.append(given[-1] is verify.backend.logits)
+        return logits(prefill, *given)
+
+    monkeypatch.setattr(Prefill, "logits", counted)
     for _ in range(2):
         assert run(engine) == wanted
+    assert sum(beside) > 1, "rows have drafts beside prompts, too"
     stats = engine.stats
     assert stats.preempted or not few
     assert sum(stats.accepted_drafts.values()) > 10, "the second run repeats the first"

@@ -244,7 +244,7 @@ def test_prompts_and_steps(
     rows.lengths.copy_(torch.tensor([70, decode_step.IDLE]))
     rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
     prompts[0].append(int(found.argmax()))
-    found, _ = prefill.logits([Row(1, 5, length=4, tokens=prompts[1][5:])], rows, bucket)
+    found, _ = prefill.logits([Row(1, 5, length=4, tokens=prompts[1][5:])], rows.rows(bucket))
     assert close(found[0], logits(reference, prompts[0]))
     assert close(found[2], logits(reference, prompts[1]))
     rows.select(2, found[:2])

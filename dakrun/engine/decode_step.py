@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,17 @@ BUCKET_STEP = 32  # rows between larger buckets
 LARGE_BUCKET, LARGE_BUCKET_STEP = 512, 64  # from here on
 
 Bucket = tuple[int, ...]  # number of rows by the tier of their slots
+
+
+class StepRows(NamedTuple):
+    """Tokens of a step's rows, which may share a pass with prompts.
+
+    `ids` and `positions` are int32 [n]; `attend` makes attention that writes to heads [n, Hq * D].
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    attend: Callable[[torch.Tensor], Attend]
 
 
 class DecodeStep:
@@ -135,6 +146,11 @@ class DecodeStep:
             self.backend, self.attention(bucket), self.tokens[:n], self.lengths[:n]
         )
         self.select(n, self.backend.logits[:n])
+
+    def rows(self, bucket: Bucket) -> StepRows:
+        """The rows of a prepared bucket, for a pass that they share with prompts."""
+        n = sum(bucket)
+        return StepRows(self.tokens[:n], self.lengths[:n], partial(self.attention, bucket))
 
     def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attend:
         """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output."""

@@ -47,6 +47,7 @@ class DraftChoice:
         self._drafting = [_Mean() for _ in forecasts]
         self._kept = _Mean()  # tokens of a row in a step with drafts
         self._drafted = Counter[int]()  # steps since one without drafts
+        self.tries = False  # whether the next step's drafts are to measure whether they save time
         self._useless = self._pause = 0  # steps since drafts were useful; since there were any
         self._total_s = 0.0
         self._lost_s = 0.0  # by steps whose drafts lost time, less what later drafts have saved
@@ -54,6 +55,7 @@ class DraftChoice:
 
     def next(self, running: Sequence[RequestState]) -> int:
         """The most drafts of a row in the next step, whose rows are the `running` requests'."""
+        self.tries = False
         size = bisect_left(self._rows, len(running))
         if not running or size == len(self._rows):
             return 0
@@ -71,35 +73,44 @@ class DraftChoice:
                 return drafts if self._drafted[size] < AGAIN else 0
         # What is known may have changed: try again as long as little is lost by it.
         loss = max(0.0, drafting - plain)
-        return drafts if self._lost_s + loss <= LOST * self._total_s else 0
+        self.tries = self._lost_s + loss <= LOST * self._total_s
+        return drafts if self.tries else 0
 
-    def record(
-        self, rows: Sequence[RequestState], counts: Sequence[int], drafts: int, seconds: float
+    def record_tokens(
+        self, rows: Sequence[RequestState], counts: Sequence[int], drafts: int
     ) -> None:
-        """Take the time of a step without prompts that had room for `drafts` drafts a row.
+        """Take a step with up to `drafts` drafts a row, with prompts or without.
 
         It gave each of the `rows` as many tokens as `counts` says.
         """
-        size = bisect_left(self._rows, len(rows))
-        self._total_s += seconds
         self._pause = 0 if drafts else self._pause + 1
+        if not drafts:
+            return
+        kept = sum(counts) / len(rows)
+        self._useless = 0 if kept - 1 >= USEFUL else self._useless + 1
+        self._kept.add(kept)
+        mean = self._kept.value or kept
+        for r, count in zip(rows, counts, strict=True):
+            if count:
+                own = r.kept or mean
+                r.kept = own + (count - own) * NEWEST_OF_ROW
+
+    def record_time(self, counts: Sequence[int], drafts: int, seconds: float) -> None:
+        """Take the time of a step without prompts that had up to `drafts` drafts a row.
+
+        It gave its rows as many tokens as `counts` says.
+        """
+        size = bisect_left(self._rows, len(counts))
+        self._total_s += seconds
         if size == len(self._rows):
             return
         if not drafts:
             self._plain[size].add(seconds)
             self._drafted[size] = 0
             return
-        kept = sum(counts) / len(rows)
-        self._useless = 0 if kept - 1 >= USEFUL else self._useless + 1
         self._drafting[size].add(seconds)
-        self._kept.add(kept)
         self._drafted[size] += 1
-        mean = self._kept.value or kept
-        for r, count in zip(rows, counts, strict=True):
-            if count:
-                own = r.kept or mean
-                r.kept = own + (count - own) * NEWEST_OF_ROW
-        plain, _ = self._seconds(size)
+        kept, (plain, _) = sum(counts) / len(counts), self._seconds(size)
         self._lost_s = max(0.0, self._lost_s + seconds - plain * kept)
         self.rejected_s += max(0.0, seconds - plain) * (1 - (kept - 1) / drafts)
 

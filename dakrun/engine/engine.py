@@ -217,6 +217,8 @@ class Engine:
         decoding, parts = self._next_rows(drafts, none_now=none_now)
         if not (decoding or parts):
             return False
+        if parts and self._drafts.tries:
+            drafts = 0  # the time of the step will say nothing
         decode = [Row(r.slot, r.cached, r.sampling) for r in decoding]
         if drafts:
             pairs = zip(decode, decoding, strict=True)
@@ -265,7 +267,9 @@ class Engine:
         if decoding is None:
             return (), ()
         begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
-        return decoding, self.prompts.take_parts(len(decoding)) if new and begins else ()
+        return decoding, self.prompts.take_parts(
+            len(decoding) * (1 + drafts)
+        ) if new and begins else ()
 
     def _kv_bytes_read(self, launched: _Launched) -> int:
         """KV bytes that the decode rows of a step read; a block that rows share counts once."""
@@ -311,9 +315,12 @@ class Engine:
         if not self._drafts.forecasts:
             return
         decode, prompts = launched.step
+        counts = list(map(len, accepted.tokens[: len(decode)]))
+        if not prompts or any(accepted.drafted):  # they may have had no room beside prompts
+            requests = launched.requests[: len(decode)]
+            self._drafts.record_tokens(requests, counts, launched.drafts)
         if not prompts:
-            counts = list(map(len, accepted.tokens))
-            self._drafts.record(launched.requests, counts, launched.drafts, seconds)
+            self._drafts.record_time(counts, launched.drafts, seconds)
         if launched.drafts:
             for r, row, tokens in zip(launched.requests, decode, accepted.tokens, strict=False):
                 r.cached += len(tokens) - 1

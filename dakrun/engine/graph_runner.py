@@ -146,47 +146,46 @@ class GraphRunner:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
         bucket: Bucket = ()
-        width = 1
         if rows:
             bucket, changed = self._rows.assign(rows)
             if verify and changed:
                 verify.assign(sum(bucket))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         ended = [row for row in prompts if row.wanted]
+        drafting = self._drafts(step, bucket, len(ended))
+        width = drafting.widths[bucket] if drafting else 1
         chosen = scores = None
         if prompts:
             self._sampling.begin(ended)
-            start.record()
-            if not rows:
-                self._rows.forget()  # slots may get other requests before they have rows again
-            logits, tokens, hidden = self._pass(bucket, prompts, ended)
-            if verify:
-                if rows:
-                    verify.keep(sum(bucket))
-                verify.begin(ended, chosen=True)
-            if any(row.scored for row in prompts):
-                scores = self._prefill.scores(step, hidden)
-        elif verify and bucket in verify.widths and any(row.length > 1 for row in rows):
-            self.graphs.fill()
-            verify.limit(rows, self._masks.forced())
-            start.record()
-            self.graphs.verifying[bucket].replay()
-            logits, tokens, width = verify.backend.logits, verify.chosen, verify.widths[bucket]
-            self._count_replay(bucket, len(rows))
         else:
             self.graphs.fill()
-            start.record()
-            self.graphs.replay(bucket)
-            logits, tokens = self._backend.logits, self._decode.tokens
+        if drafting:
+            drafting.limit(rows, self._masks.forced())
+        start.record()
+        if prompts:
+            if not rows:
+                self._rows.forget()  # slots may get other requests before they have rows again
+            logits, tokens, hidden = self._pass(bucket, prompts, ended, drafting)
+            if any(row.scored for row in prompts):
+                scores = self._prefill.scores(step, hidden)
+        else:
             self._count_replay(bucket, len(rows))
+            if drafting:
+                self.graphs.verifying[bucket].replay()
+                logits, tokens = drafting.backend.logits, drafting.chosen
+            else:
+                self.graphs.replay(bucket)
+                logits, tokens = self._backend.logits, self._decode.tokens
+        if verify and rows and not drafting:
+            verify.keep(sum(bucket))
+        if verify and prompts:
+            verify.begin(ended, chosen=True)
         if any(row.sampling.params.logprobs is not None for row in step.choosing):
             firsts = [self._rows.slots.index(row.slot) * width for row in rows]
             numbers = [first + i for first in firsts for i in range(width)]
-            numbers += range(sum(bucket), sum(bucket) + len(ended))
+            numbers += range(sum(bucket) * width, sum(bucket) * width + len(ended))
             counts = [width] * len(rows) + [1] * len(ended)
             chosen = Chosen(logits, step, tokens, counts, numbers)
-        if verify and rows and width == 1 and not prompts:
-            verify.keep(sum(bucket))
         end.record()
         self._steps.append(_Launched(step, start, end, chosen, scores))
 
@@ -242,20 +241,39 @@ class GraphRunner:
         if self._copies:
             self._copies.finish()
 
+    def _drafts(self, step: Step, bucket: Bucket, ends: int) -> VerifyStep | None:
+        """The runner's steps with drafts, if `step` is one; `ends` of its prompts end in it."""
+        verify = self._verify
+        if not verify or bucket not in verify.widths or all(r.length == 1 for r in step.decode):
+            return None
+        tokens = verify.tokens(bucket) + sum(row.length for row in step.prompts)
+        fits = tokens <= self._prefill.most_tokens and verify.fits(bucket, ends)
+        return verify if fits or not step.prompts else None
+
     def _pass(
-        self, bucket: Bucket, parts: Sequence[Row], ended: Sequence[Row]
+        self,
+        bucket: Bucket,
+        parts: Sequence[Row],
+        ended: Sequence[Row],
+        drafting: VerifyStep | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute a step of the rows of `bucket` and `parts` of prompts, of which `ended` end.
 
-        Returns logits and next tokens: those of the bucket's rows, then those of `ended`; and the
-        last layer's output after the tokens of `parts`.
+        The rows may be `drafting`. Returns logits and next tokens: those of the bucket's rows, then
+        those of `ended`; and the last layer's output after the tokens of `parts`.
         """
         self.graphs.filled = False
         n, decode = sum(bucket), self._decode
-        logits, hidden = self._prefill.logits(parts, decode, bucket)
-        if n:
-            decode.select(n, logits[:n])
-        tokens = decode.tokens[:n]
+        if drafting:
+            rows = drafting.draft(bucket)
+            n, tokens = len(rows.ids), drafting.chosen[: len(rows.ids)]
+            logits, hidden = self._prefill.logits(parts, rows, drafting.backend.logits)
+            drafting.accept(bucket, logits[:n])
+        else:
+            tokens = decode.tokens[:n]
+            logits, hidden = self._prefill.logits(parts, decode.rows(bucket) if n else None)
+            if n:
+                decode.select(n, logits[:n])
         if ended:
             slots = self._on_gpu([row.slot for row in ended])
             positions = self._on_gpu([row.last for row in ended])

@@ -81,6 +81,7 @@ class KernelBackend:
         self._passing: ExpertProducts | None = None  # of this pass
         self._kept: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
+        self._logits: torch.Tensor | None = None  # lent for those of this pass
         self._pdl = False  # whether the next product may launch with PDL
         self._operands = self._read_by(None)
         self.rotations = None
@@ -137,8 +138,12 @@ class KernelBackend:
         """The kept buffer of logits [rows, V]."""
         return self._kept[self.model.head.op]
 
-    def begin(self, n: int) -> None:
-        """Start a pass of `n` tokens, and copies of the matrices that are staged first."""
+    def begin(self, n: int, logits: torch.Tensor | None = None) -> None:
+        """Start a pass of `n` tokens, and copies of the matrices that are staged first.
+
+        With `logits` [rows, V] the pass writes its logits there.
+        """
+        self._logits = logits
         kept = self._kept and n <= self.rows
         self._buffers = self._kept if kept else self._allocate(n)
         if self.staging:
@@ -148,7 +153,7 @@ class KernelBackend:
         """End a pass: later launches wait for its copies."""
         if self.staging:
             self.staging.end()
-        self._buffers = {}
+        self._buffers, self._logits = {}, None
 
     def embed(
         self, embedding: Embedding, tokens: torch.Tensor, positions: torch.Tensor
@@ -303,6 +308,8 @@ class KernelBackend:
         return ExpertProducts(rows, routing, config.hidden_size, ffn, self.like, card, atom_bytes)
 
     def _out(self, linear: Linear, n: int) -> torch.Tensor:
+        if self._logits is not None and linear is self.model.head:
+            return self._logits[:n]
         if linear.op in self._buffers:
             return self._buffers[linear.op][:n]
         return self.like.new_empty(n, linear.width)

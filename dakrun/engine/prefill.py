@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dakrun.engine.cached_attention import CachedAttention
-from dakrun.engine.decode_step import Bucket, DecodeStep
+from dakrun.engine.decode_step import StepRows
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.kv_writer import KVWriter
@@ -49,15 +49,18 @@ class Prefill:
         self._writer = KVWriter(cache, shape, room)
 
     def logits(
-        self, parts: Sequence[Row], step: DecodeStep | None = None, bucket: Bucket = ()
+        self,
+        parts: Sequence[Row],
+        rows: StepRows | None = None,
+        logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [S, V] after the wanted tokens of `parts` of prompts.
 
-        The rows of `bucket` of a decode `step` go through the layers with them; their logits come
-        first. Also returns the last layer's output [T, H] after all tokens of `parts`, for
-        `scores`.
+        The tokens of a decode step's `rows` go through the layers with them; their logits come
+        first. `logits` is room for them all, by default it is allocated. Also returns the last
+        layer's output [T, H] after all tokens of `parts`, for `scores`.
         """
-        n = sum(bucket)
+        n = len(rows.ids) if rows else 0
         backend = self._backend_of(n + sum(row.length for row in parts))
         device = backend.like.device
         spans = [torch.arange(row.start, row.start + row.length) for row in parts]
@@ -73,15 +76,19 @@ class Prefill:
         attend: Attend = _PassAttention(
             backend, self._cache, self._shape, self._writer, parts, positions, heads[n:]
         )
-        if step is not None and n:
-            attend = _both(n, step.attention(bucket, heads[:n]), attend, heads)
-            ids = torch.cat((step.tokens[:n], ids))
-            positions = torch.cat((step.lengths[:n], positions))
-        backend.begin(len(ids))
+        if rows:
+            attend = _both(n, rows.attend(heads[:n]), attend, heads)
+            ids, positions = torch.cat((rows.ids, ids)), torch.cat((rows.positions, positions))
+        backend.begin(len(ids), logits)
         hidden = backend.model.hidden(backend, attend, ids, positions)
-        logits = backend.model.logits(backend, hidden[upload(chosen, device)])
+        found = backend.model.logits(backend, hidden[upload(chosen, device)])
         self._writer.end()
-        return logits, hidden[n:]
+        return found, hidden[n:]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest pass, those of rows included."""
+        return self._backend.rows
 
     @property
     def stages_experts(self) -> bool:

@@ -43,15 +43,15 @@ class PromptQueue:
             or tokens >= self._runner.chunk_tokens
         )
 
-    def take_parts(self, rows: int) -> list[tuple[RequestState, Row]]:
-        """The parts of prompts that the next step computes beside `rows` decode rows.
+    def take_parts(self, beside: int) -> list[tuple[RequestState, Row]]:
+        """The parts of prompts that the next step computes beside so many tokens of decode rows.
 
-        Together with the decode rows they have up to chunk_tokens tokens, as many as one launch
+        Together with these they have up to chunk_tokens tokens, as many as one launch
         multiplies, but half of that at least. A request waits for the next step if this one
         computes its next block already, for another request of its tier.
         """
         most, now, parts = self._runner.chunk_tokens, time.perf_counter(), []
-        room = max(most // 2, most - ceil_div(rows, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
+        room = max(most // 2, most - ceil_div(beside, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)
         computed: set[tuple[int, bytes]] = set()  # tiers and names of blocks, in this step
         for r in self.requests:
             if not room:

@@ -15,17 +15,18 @@ import numpy as np
 import torch
 
 from dakrun.drafts import LEAST_CHANCE, DraftLengths, FileIndex
-from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep
+from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep, StepRows
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.slot_progress import SlotProgress, end_of
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.geometry import KV_BLOCK, LONGEST_MATCH, WARPGROUPS
 from dakrun.kernels import select_in_order, select_token, store_kv
 from dakrun.kernels.attention import KVShape, prompt_attn
-from dakrun.kernels.attention.prompt import part_queries
+from dakrun.kernels.attention.prompt import PromptWork, part_queries
 from dakrun.kernels.draft_tokens import DraftBuffers, SlotDrafts, SlotTexts, accept_drafts
 from dakrun.memory.device import upload
 from dakrun.models.modules import Attention
+from dakrun.plan import PROMPT_ENDS
 
 Forced = tuple[int, Sequence[int]]  # tokens, behind the position of the first
 PROPOSED_STEPS = 2  # whose tokens the host proposes: one is in flight before these can be used
@@ -65,19 +66,42 @@ class VerifyStep:
         if rows := max(map(sum, self.widths), default=0):
             tokens = max(sum(bucket) * width for bucket, width in self.widths.items())
             self._buffers = DraftBuffers(rows, self.width, shape, group, device)
-            self.backend = step.backend.with_buffers(step.backend.staging, tokens)
+            self.backend = step.backend.with_buffers(
+                step.backend.staging, tokens + min(PROMPT_ENDS, cache.slots)
+            )
             self._heads = step.backend.like.new_zeros(tokens, config.q_size)
             self.chosen = torch.zeros(tokens, dtype=torch.int32, device=device)
 
     def run(self, bucket: Bucket) -> None:
         """Launch a step of the rows of `bucket`, with drafts."""
-        n, width = sum(bucket), self.widths[bucket]
-        step, drafts, tokens = self._step, self._buffers.of_width(width), n * width
+        ids, positions, attend = self.draft(bucket)
+        heads = self._heads[: len(ids)]
+        logits = self.backend.model.forward(self.backend, attend(heads), ids, positions)
+        self.accept(bucket, logits)
+
+    def fits(self, bucket: Bucket, ends: int) -> bool:
+        """Whether the logits of the rows of `bucket`, and of `ends` of prompts, have room."""
+        return self.tokens(bucket) + ends <= len(self.backend.logits)
+
+    def tokens(self, bucket: Bucket) -> int:
+        """Tokens of the rows of `bucket`, which have drafts."""
+        return sum(bucket) * self.widths[bucket]
+
+    def draft(self, bucket: Bucket) -> StepRows:
+        """Launch the choice of drafts of the rows of `bucket`; the tokens of these rows."""
+        n, tokens = sum(bucket), self.tokens(bucket)
+        step, drafts = self._step, self._buffers.of_width(self.widths[bucket])
         drafts.draft(step.lengths[:n], step.slots[:n], self._texts, self._cache.tables)
         ids, positions = drafts.tokens[:tokens], drafts.positions[:tokens]
-        self.backend.model.forward(self.backend, partial(self._attend, drafts, n), ids, positions)
-        logits, chosen, slots = (
-            own[:tokens] for own in (self.backend.logits, self.chosen, drafts.slots)
+        work = drafts.work(n)
+        return StepRows(ids, positions, lambda heads: partial(self._attend, drafts, work, heads))
+
+    def accept(self, bucket: Bucket, logits: torch.Tensor) -> None:
+        """Launch the choice of tokens from `logits`, and keep those that drafts foresaw."""
+        n, width, step = sum(bucket), self.widths[bucket], self._step
+        drafts = self._buffers.of_width(width)
+        ids, positions, slots, chosen = (
+            own[: n * width] for own in (drafts.tokens, drafts.positions, drafts.slots, self.chosen)
         )
         select_token(
             logits, chosen, positions, slots, step.log, step.sampling, adjusts=False, pdl=True
@@ -210,10 +234,15 @@ class VerifyStep:
         return self._step.tokens[:n], self._step.lengths[:n], self._step.slots[:n]
 
     def _attend(
-        self, drafts: DraftBuffers, n: int, attention: Attention, qkv: torch.Tensor
+        self,
+        drafts: DraftBuffers,
+        work: PromptWork,
+        heads: torch.Tensor,
+        attention: Attention,
+        qkv: torch.Tensor,
     ) -> torch.Tensor:
-        """Heads [n * width, Hq * D] of a fused projection; keys and values are stored."""
-        layer, heads = attention.layer, self._heads[: len(qkv)]
+        """`heads` [n * width, Hq * D] of a fused projection; keys and values are stored."""
+        layer = attention.layer
         self.backend.normalize_heads(attention, qkv)
         q, _, _ = attention.split(qkv)
         joined = qkv.view(len(qkv), -1, attention.head_dim)
@@ -221,6 +250,4 @@ class VerifyStep:
             joined, drafts.positions[: len(qkv)], drafts.kv_addresses[: len(qkv)], layer,
             kv_heads=attention.kv_heads, rotations=self.backend.rotations,
         )  # fmt: skip
-        return prompt_attn(
-            q, self._cache.tables, drafts.work(n), heads, scale=attention.scale, layer=layer
-        )
+        return prompt_attn(q, self._cache.tables, work, heads, scale=attention.scale, layer=layer)

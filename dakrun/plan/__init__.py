@@ -10,6 +10,7 @@ from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.footprint import (
     DRAFTING_ROWS,
     PREFILL_CHUNK_TOKENS,
+    PROMPT_ENDS,
     RESERVE_BYTES,
     VERIFIED_TOKENS,
     kv_staging_bytes,
@@ -52,6 +53,7 @@ __all__ = [
     "ACCEPTANCES",
     "DRAFTING_ROWS",
     "PREFILL_CHUNK_TOKENS",
+    "PROMPT_ENDS",
     "RESERVE_BYTES",
     "RING_GROUPS",
     "STAGED_TOGETHER",

@@ -17,6 +17,7 @@ RESERVE_BYTES = 320 << 20  # of GPU memory: see reserve_bytes
 HOST_BYTES_PER_PAGE_TABLE_BYTE = 400
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
 VERIFIED_TOKENS, DRAFTING_ROWS = 1024, 256  # of a step with drafts, at most
+PROMPT_ENDS = 32  # of a step whose rows have drafts, at most
 DRAFT_GRAPHS_BYTES = 16 << 20  # of at most 15 CUDA graphs of steps with drafts
 
 
@@ -64,8 +65,9 @@ def activation_bytes(
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
     # Logits twice: those whose log-probabilities are wanted are copied.
-    verified = verified_tokens(workload) * (width + 2 * vocabulary) * size
+    verified = verified_tokens(workload)
     if verified:
+        verified = (verified + PROMPT_ENDS) * (width + 2 * vocabulary) * size
         texts = 4 * workload.batch_size * workload.max_model_len
         verified += texts + DRAFT_GRAPHS_BYTES
     return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables) + verified
