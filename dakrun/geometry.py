@@ -69,6 +69,7 @@ ROW_THREADS = 1024  # per CTA of select_token; the maximum per CTA of normalize
 NORMALIZE_SHARING_COLS = CHUNK * ROW_THREADS  # of rows up to which CTAs of normalize share an SM
 NORMALIZE_MAX_COLS = 2 * NORMALIZE_SHARING_COLS  # maximum columns of a row
 DRAFT_THREADS = 256  # per CTA of draft_tokens, which has one row
+DRAFT_MAX_TOKENS = 32  # of a row in a step with drafts
 LONGEST_MATCH = 32  # tokens of a text's end that are compared to find drafts, at most
 NO_TOKEN = -1  # in place of the token of a row whose largest logit is NaN or infinite
 NONE_ALLOWED = -2  # in place of the token of a row whose grammar allows none
@@ -103,6 +104,7 @@ CUDA_CONSTANTS = {
     "UNPACK_ATOMS": UNPACK_ATOMS,
     "ROW_THREADS": ROW_THREADS,
     "DRAFT_THREADS": DRAFT_THREADS,
+    "DRAFT_MAX_TOKENS": DRAFT_MAX_TOKENS,
     "LONGEST_MATCH": LONGEST_MATCH,
     "NO_TOKEN": NO_TOKEN,
     "NONE_ALLOWED": NONE_ALLOWED,

@@ -1,24 +1,28 @@
-// Drafts of the rows of a step, from each row's own text or from the host's proposals. Also operands
-// with which the step's other kernels compute several tokens of a row: positions, addresses of keys
-// and values, tiles of queries.
+// Drafts of the rows of a step: from each row's own text, from the index of all answers, or from
+// the host's proposals. Also operands with which the step's other kernels compute several tokens of
+// a row: positions, addresses of keys and values, tiles of queries.
 //
 //   for each row, one CTA:
 //     each thread: for some positions, the longest match of the text's end with the text before them
 //     reduce over the CTA: the longest match; of equal ones, the last
-//     drafts = the tokens behind that match, or the host's if their match is longer; as many as the
-//              match, the request and its KV blocks allow
+//     one warp: the tokens that follow by the index, if it knows a longer end of the text than the
+//               match; a draft follows from the text and the drafts before it
+//     drafts = the tokens behind the longest of the matches; as many as the match, the request and
+//              its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
 //     write its tiles: one for each of `max_splits` ranges of KV blocks; without work it is empty
 //
 // dakrun/drafts/suffix.py says which match counts.
 
+#include "common.cuh"
 #include "cta_reduce.cuh"
+#include "draft_index.cuh"
 #include "geometry.cuh"
 #include "row_tiles.cuh"
 #include "slot_drafts.cuh"
 
 constexpr int kThreads = DRAFT_THREADS;
-constexpr int kLongest = LONGEST_MATCH;
+constexpr int kLongest = LONGEST_MATCH, kMostTokens = DRAFT_MAX_TOKENS;
 
 struct DraftTokensArgs {
   const int* lengths;         // [rows], negative in rows without a request
@@ -36,6 +40,7 @@ struct DraftTokensArgs {
   int* matches;               // [rows]: the match's length; -1 in rows without a request
   KVAddress* kv_addresses;    // [rows][width]
   PromptTile* tiles;          // [rows][max_splits]
+  DraftIndex index;
   int64_t layer_bytes, head_bytes, row_bytes;
   int text_size, table_blocks, proposal_size;
   int width;  // tokens of a row: its newest one, and drafts
@@ -63,10 +68,42 @@ __device__ __forceinline__ const int* proposed(const int* proposal, int size, co
   return tokens[passed] >= 0 ? tokens + passed : nullptr;
 }
 
+// Drafts by the index, behind the last tokens of a text.
+struct Indexed {
+  int recent[kLongestContext + kMostTokens];
+  int count, match;  // how many they are, and how many last tokens the index knows
+};
+
+// Find up to `most` drafts that follow text[start], if the index knows a longer end of the text
+// than `match`. For one warp.
+__device__ __forceinline__ void find_indexed(const DraftIndex& index, const int* text, int start,
+                                             int match, int most, Indexed& found) {
+  int* const recent = found.recent;
+  const int lane = threadIdx.x % 32;
+  if (lane < kLongestContext) recent[lane] = text[max(0, start + 1 - kLongestContext + lane)];
+  sync_warp();
+  const int n = context_length(lane);
+  int count = 0, length = 0;
+  while (count < most) {
+    const bool asks = lane < kContexts && n <= start + 1 + count;
+    const int token = asks ? index.followed(recent + kLongestContext - 1 + count, n) : -1;
+    const int longest = __reduce_max_sync(0xffffffff, token >= 0 ? lane : -1);
+    if (longest < 0) break;
+    if (count == 0) length = context_length(longest);
+    if (length <= match) break;
+    const int next = __shfl_sync(0xffffffff, token, longest);
+    if (lane == 0) recent[kLongestContext + count] = next;
+    sync_warp();
+    count++;
+  }
+  if (lane == 0) found.count = count, found.match = length;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     draft_tokens(const __grid_constant__ DraftTokensArgs args) {
   __shared__ uint64_t parts[kMaxWarps];
   __shared__ int end[kLongest];  // the newest token first
+  __shared__ Indexed of_index;
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int row = blockIdx.x, slot = args.slots[row], start = args.lengths[row];
@@ -90,6 +127,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int* const proposal = args.proposals + static_cast<int64_t>(slot) * args.proposal_size;
   const int* others = nullptr;  // drafts that are not from the row's own text
   int drafts = 0, known = args.width - 1;
+  if (threadIdx.x < 32 && !idle && match < kLongestContext)
+    find_indexed(args.index, text, start, match, args.width - 1, of_index);
+  __syncthreads();
+  if (!idle && match < kLongestContext && of_index.count > 0) {
+    others = of_index.recent + kLongestContext;
+    known = of_index.count, match = of_index.match;
+  }
   if (!idle && proposal[1] > match) {
     others = proposed(proposal, args.proposal_size, text, start);
     if (others != nullptr) {
@@ -118,5 +162,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   for (int split = threadIdx.x; split < args.max_splits; split += kThreads)
     write_tile(args, row, split, slot, start, idle ? 0 : 1 + drafts);
+  if (row == 0 && threadIdx.x == 0) *args.index.steps += 1;
   if (threadIdx.x == 0) args.matches[row] = idle ? -1 : match;
 }

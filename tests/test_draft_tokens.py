@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dakrun.drafts import continuation, longest_match
+from dakrun.drafts import FileIndex, continuation, longest_match
 from dakrun.geometry import KV_BLOCK, LONGEST_MATCH
 from dakrun.kernels.attention import BlockTables, KVShape, PromptSegment, PromptWork
 from dakrun.kernels.draft_tokens import (
@@ -140,6 +140,58 @@ def own_drafts(case: Case, row: int, count: int) -> list[int]:
     text = case.tokens[case.slots[row]]
     _, match_end = longest_match(text)
     return [int(text[-1]), *continuation(text, match_end, count - 1)]
+
+
+COMMON = list(range(100, 112))
+
+
+@pytest.mark.parametrize(
+    ("text", "match", "drafts"),
+    [
+        ([1, 2, *COMMON], 8, [7, 8, 9]),  # the last answer went on so
+        ([1, 102], 1, [*COMMON[3:], 7, 8, 9][:7]),
+        ([50, 1, 102, 5, 102], 1, [5, 102, 5, 102, 5, 102, 5]),  # its own text is as good
+        ([50, 7, 5, 7], 1, [5, 7, 5, 7, 5, 7, 5]),
+        ([60, 100, 101, 102, 9, 100, 101, 102], 3, [9, 100, 101, 102, 9, 100, 101]),
+        ([60, 102, 103, 9, 101, 102, 103], 3, COMMON[4:11]),
+        ([*COMMON[:9], 60, *COMMON[:9]], 9, [60, *COMMON[:6]]),
+        ([1, 2, 61], 0, []),
+        ([100], 1, COMMON[1:8]),
+    ],
+)
+def test_the_index_of_all_answers_gives_drafts_where_it_knows_a_longer_end(
+    text: list[int], match: int, drafts: list[int], kernel_device: str
+) -> None:
+    """The same as the CPU's index; contexts are 1, 3 and 8 tokens long."""
+    device = torch.device(kernel_device)
+    texts = SlotTexts.empty(torch.zeros(4, dtype=torch.int32, device=device), 64, 64, 4, 1 << 12)
+    texts.limits.fill_(64)
+    texts.by_match.fill_(7)
+    index = FileIndex(4, entries=1 << 12)
+    for slot, after in ((0, [5, 6, 4]), (1, [3, 3, 3]), (2, [7, 8, 9])):
+        texts.text[slot, 0] = 50 + slot
+        index.begin(slot, [50 + slot])
+        rows = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+        rows.append(torch.tensor([slot], dtype=torch.int32, device=device))
+        for position, token in enumerate([*COMMON, *after], start=1):
+            new, at = torch.tensor([[token], [position]], dtype=torch.int32, device=device)
+            texts.steps.add_(1)
+            accept_drafts(new, at, rows, texts)
+            index.extend([slot], [[token]])
+    texts.text[3, : len(text)] = torch.tensor(text)
+    buffers = DraftBuffers(1, 8, SHAPE, 4, device)
+    lengths, slots = torch.tensor([[len(text) - 1], [3]], dtype=torch.int32, device=device)
+    tables = BlockTables(torch.zeros(4, 64, dtype=torch.int64, device=device), SHAPE.head_bytes)
+    buffers.draft(lengths, slots, texts, tables)
+    used = int((buffers.positions >= 0).sum())
+    assert buffers.tokens[1:used].tolist() == drafts
+    own, match_end = longest_match(np.array(text))
+    index.begin(3, text)
+    (length,), (others,) = index.propose([3], 7)
+    found = continuation(np.array(text), match_end, 7)
+    if length > own:
+        found = [token for token in others.tolist() if token >= 0]
+    assert found == drafts and int(buffers.matches[0]) == match
 
 
 def test_long_texts_of_few_rows_are_divided(kernel_device: str) -> None:

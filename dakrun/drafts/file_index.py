@@ -1,17 +1,16 @@
 """What followed the last few tokens in the answers of a run so far: an index of bounded memory.
 
-For each context, the last tokens of a text, the index has the token that followed it most often, as
-far as a vote within one entry can tell (Boyer and Moore 1981). Work is done in numpy for all rows
-of a step together.
+For each context, the last tokens of a text, the index has the token that followed it last. Work is
+done in numpy for all rows of a step together. A GPU's steps have an index of their own,
+native/draft_index.cuh.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-CONTEXTS = (5, 12)  # tokens of a context
-ENTRIES = 1 << 20  # of 16 bytes
-MOST_VOTES = 255
+CONTEXTS = (1, 3, 8)  # tokens of a context
+ENTRIES = 1 << 20  # of 12 bytes
 _NO_TOKEN = -1
 _BASE = 0x9E3779B97F4A7C15  # of the hashes' polynomials, modulo 2^64
 _LENGTHS = np.array(CONTEXTS)
@@ -32,7 +31,6 @@ class FileIndex:
         self._sums = np.zeros((slots, CONTEXTS[-1] + 1), dtype=np.uint64)
         self._names = np.zeros(entries, dtype=np.uint64)
         self._tokens = np.full(entries, _NO_TOKEN, dtype=np.int32)
-        self._votes = np.zeros(entries, dtype=np.int32)
         self._shift = np.uint64(64 - entries.bit_length() + 1)
 
     def begin(self, slot: int, text: Sequence[int]) -> None:
@@ -52,7 +50,9 @@ class FileIndex:
         new[placed] = [token for row in tokens for token in row]
         sums = self._grown(self._sums[slots], new)
         names = np.stack([self._hashes(sums[:, j : j + size]) for j in range(most)], axis=1)
-        self._vote(names[placed], new[placed].astype(np.int32))
+        names, followed = names[placed], new[placed].astype(np.int32)
+        entries = (names >> self._shift).astype(np.int64)
+        self._names[entries], self._tokens[entries] = names, followed[:, None]
         self._sums[slots] = np.take_along_axis(sums, counts[:, None] + np.arange(size), axis=1)
 
     def propose(self, slots: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -94,19 +94,3 @@ class FileIndex:
         found ^= found >> np.uint64(29)
         found *= np.uint64(0xBF58476D1CE4E5B9)
         return found | np.uint64(1)  # an empty entry has no such name
-
-    def _vote(self, names: np.ndarray, tokens: np.ndarray) -> None:
-        """Count the `tokens` [n] that followed contexts of `names` [n, contexts].
-
-        An entry keeps its token while others, and other contexts of the same entry, have fewer
-        votes.
-        """
-        names, followed = names.ravel(), np.repeat(tokens, len(CONTEXTS))
-        entries = (names >> self._shift).astype(np.int64)
-        agrees = (self._names[entries] == names) & (self._tokens[entries] == followed)
-        votes = self._votes[entries] + (2 * agrees - 1)
-        self._votes[entries] = np.clip(votes, 0, MOST_VOTES)
-        lost = np.flatnonzero(votes < 0)
-        entries = entries[lost]
-        self._names[entries], self._tokens[entries] = names[lost], followed[lost]
-        self._votes[entries] = 1

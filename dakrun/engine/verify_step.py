@@ -1,10 +1,10 @@
 """Steps of a GPU whose rows carry drafts: what is launched, and what the host knows of them.
 
 A step computes several tokens of a row, equally many of each: its newest one and its drafts. A
-kernel finds drafts in the row's own text, or takes drafts that the host has proposed from the
-answers of the run so far. Kernels also accept drafts, so steps run ahead of the CPU. Steps without
-drafts keep the same texts and lengths up to date on the GPU. Knows rows and slots, neither graphs
-nor requests.
+kernel finds drafts in the row's own text and in an index of all answers of the run so far, or takes
+those that a grammar has forced. Kernels also accept drafts, so steps run ahead of the CPU. Steps
+without drafts keep the same texts and lengths up to date on the GPU. Knows rows and slots, neither
+graphs nor requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from dakrun.drafts import LEAST_CHANCE, DraftLengths, FileIndex
+from dakrun.drafts import LEAST_CHANCE, DraftLengths
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep, StepRows
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.slot_progress import SlotProgress, end_of
@@ -29,7 +29,7 @@ from dakrun.models.modules import Attention
 from dakrun.plan import PROMPT_ENDS
 
 Forced = tuple[int, Sequence[int]]  # tokens, behind the position of the first
-PROPOSED_STEPS = 2  # whose tokens the host proposes: one is in flight before these can be used
+FORCED_STEPS = 2  # whose tokens are sent ahead: one is in flight before these can be used
 
 
 class VerifyStep:
@@ -54,12 +54,10 @@ class VerifyStep:
         self.width = max(self.widths.values(), default=1)
         self.lengths = DraftLengths(self.width - 1, cost)
         self._step, self._cache, self._shape = step, cache, shape
-        proposed = PROPOSED_STEPS * self.width
-        self._texts = SlotTexts.empty(step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, proposed)
+        self._texts = SlotTexts.empty(
+            step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, FORCED_STEPS * self.width
+        )
         self._progress = SlotProgress(step.log.numpy(), self._texts.log.numpy())
-        self._index = FileIndex(cache.slots)
-        # Of slots, each behind its slot's number.
-        self._proposals = np.empty((0, 3 + proposed), dtype=np.int32)
         self._sent: dict[int, Forced] = {}
         self._limits: dict[int, SlotDrafts] = {}
         self._by_match: list[int] = []
@@ -112,6 +110,7 @@ class VerifyStep:
     def keep(self, n: int) -> None:
         """Update texts and lengths after a step of the first n rows that had no drafts."""
         rows = tokens, lengths, _ = self._first(n)
+        self._texts.steps.add_(1)
         accept_drafts(tokens, lengths, rows, self._texts)
 
     def begin(self, rows: Sequence[Row], *, chosen: bool) -> None:
@@ -138,13 +137,12 @@ class VerifyStep:
         texts.cached[slots] = cached.int()
         texts.limits[slots, 0] = ends.int()
         for row in () if chosen else rows:
-            self._know(row, row.last)
+            self._progress.begin(row, row.last)
 
     def limit(self, rows: Sequence[Row], forced: Mapping[int, Forced]) -> None:
         """Tell the GPU how far the requests of decode `rows` may go with drafts, if that changed.
 
-        Also send it the host's drafts: tokens that grammars have `forced`, by slot, or tokens from
-        other answers.
+        Also send it the tokens that grammars have `forced`, by slot.
         """
         changed = dict[int, SlotDrafts]()
         for row in rows:
@@ -161,27 +159,19 @@ class VerifyStep:
             self._by_match = list(self.lengths.by_match)
             made = torch.tensor(self._by_match, dtype=torch.int32)
             self._texts.by_match.copy_(upload(made, device))
-        proposals = self._forced(rows, forced)
-        if len(proposals):
-            made = upload(torch.from_numpy(proposals), device)
-            self._texts.proposals[made[:, 0].long()] = made[:, 1:]
-        self._proposals = self._proposals[:0]
-
-    def _forced(self, rows: Sequence[Row], forced: Mapping[int, Forced]) -> np.ndarray:
-        """The proposals, with `forced` tokens that are new in place of others of their slots."""
-        new = dict[int, Forced]()
-        for row in rows if forced else ():
-            own = forced.get(row.slot)
-            if own is not None and own is not self._sent.get(row.slot):
-                self._sent[row.slot] = new[row.slot] = own
-        if not new:
-            return self._proposals
-        others = self._proposals[~np.isin(self._proposals[:, 0], list(new))]
-        made = np.full((len(new), others.shape[1]), -1, dtype=np.int32)
-        for line, (slot, (position, tokens)) in zip(made, new.items(), strict=True):
-            line[:3] = slot, position - 1, LONGEST_MATCH
-            line[3 : 3 + len(tokens)] = tokens[: len(line) - 3]
-        return np.concatenate((others, made))
+        new = {
+            row.slot: forced[row.slot]
+            for row in (rows if forced else ())
+            if row.slot in forced and forced[row.slot] is not self._sent.get(row.slot)
+        }
+        if new:
+            self._sent |= new
+            lines = np.full((len(new), self._texts.proposals.shape[1]), -1, dtype=np.int32)
+            for line, (position, tokens) in zip(lines, new.values(), strict=True):
+                line[:2] = position - 1, LONGEST_MATCH
+                line[2 : 2 + len(tokens)] = tokens[: len(line) - 2]
+            slots = upload(torch.tensor(list(new)), device)
+            self._texts.proposals[slots] = upload(torch.from_numpy(lines), device)
 
     def assign(self, n: int) -> None:
         """Set the first n rows' lengths to their slots', which only the device may know yet."""
@@ -200,34 +190,8 @@ class VerifyStep:
             self.lengths.learn(matches, drafted, right)
         for row in step.prompts:
             if row.wanted:
-                self._know(row, row.last + 1)
-        found = [*tokens, *chosen]
-        self._propose(step.rows, found)
-        return Accepted(found, drafted=drafted)
-
-    def _know(self, row: Row, cached: int) -> None:
-        """Note that the row's request has the slot, `cached` positions in it; tokens are known."""
-        self._progress.begin(row, cached)
-        self._index.begin(row.slot, row.sampling.history.last(LONGEST_MATCH))
-
-    def _propose(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
-        """Add the rows' new `tokens` to the index of all answers, and propose what may follow."""
-        pairs = zip(rows, tokens, strict=True)
-        new = {row.slot: own for row, own in pairs if own and min(own) >= 0}
-        if not new:
-            return
-        slots = list(new)
-        self._index.extend(slots, list(new.values()))
-        fit = (width for bucket, width in self.widths.items() if sum(bucket) >= len(slots))
-        if not (width := next(fit, 0)):
-            return  # too many for drafts
-        matches, found = self._index.propose(slots, PROPOSED_STEPS * width)
-        known = np.flatnonzero(matches)
-        if len(known):
-            numbers = np.array(slots)[known]
-            self._proposals = np.full((len(known), 3 + PROPOSED_STEPS * self.width), -1, np.int32)
-            made = numbers, self._progress.cached[numbers], matches[known], *found[known].T
-            self._proposals[:, : len(made)] = np.stack(made, axis=1)
+                self._progress.begin(row, row.last + 1)
+        return Accepted([*tokens, *chosen], drafted=drafted)
 
     def _first(self, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, lengths and slots of the first n rows."""

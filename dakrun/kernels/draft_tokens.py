@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dakrun.geometry import (
+    DRAFT_MAX_TOKENS,
     DRAFT_THREADS,
     ELEMENTWISE_THREADS,
     LONGEST_MATCH,
@@ -25,6 +26,7 @@ from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.units import ceil_div
 
 DRAFT, ACCEPT = "draft_tokens.cu", "accept_drafts.cu"
+INDEX_ENTRIES = 1 << 20  # of 8 bytes
 
 
 class SlotDrafts(NamedTuple):
@@ -56,11 +58,18 @@ def outcomes(entries: Any) -> tuple[Any, Any, Any]:
     return entries & 0xFF, entries >> 8 & 0xFF, entries >> 16
 
 
+class _Index(ctypes.Structure):
+    """DraftIndex of native/draft_index.cuh."""
+
+    _fields_ = (*operands.pointers("entries", "steps"), *operands.ints("bits"))
+
+
 class _DraftArgs(ctypes.Structure):
     _fields_ = (
         *operands.pointers("lengths", "slots", "text", "limits", "by_match", "proposals"),
         *operands.pointers("tables", "tokens", "positions", "token_slots", "matches"),
         *operands.pointers("kv_addresses", "tiles"),
+        ("index", _Index),
         *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
         *operands.ints(
             "text_size", "table_blocks", "proposal_size", "width", "max_splits", "split_blocks"
@@ -73,6 +82,7 @@ class _AcceptArgs(ctypes.Structure):
     _fields_ = (
         *operands.pointers("chosen", "tokens", "positions", "matches", "slots", "limits"),
         *operands.pointers("row_tokens", "lengths", "text", "newest", "cached", "log"),
+        ("index", _Index),
         *operands.ints("rows", "width", "text_size", "depth"),
     )
 
@@ -86,8 +96,11 @@ class SlotTexts:
     SlotDrafts. `by_match`, int32 [LONGEST_MATCH + 1], has the most tokens to draft by the length of
     a match. `proposals`, int32 [slots, 2 + n], may have tokens that follow the newest one at a
     position: that position, the length of their match, then the tokens, negative from their end on;
-    they count as long as the text goes on as they say. `log`, int32 [slots, depth] in page-locked
-    memory, gets the Outcome of each row of a step that began at position p as entry p % depth.
+    they count as long as the text goes on as they say. `index`, int64 [2^n], are the entries of
+    DraftIndex in native/draft_index.cuh, all zero if it is empty; `steps`, int32 [1], counts the
+    steps that enter tokens in it: each step with drafts, and those that the caller adds. `log`,
+    int32 [slots, depth] in page-locked memory, gets the Outcome of each row of a step that began at
+    position p as entry p % depth.
     """
 
     text: torch.Tensor
@@ -96,14 +109,25 @@ class SlotTexts:
     limits: torch.Tensor
     by_match: torch.Tensor
     proposals: torch.Tensor
+    index: torch.Tensor
+    steps: torch.Tensor
     log: torch.Tensor
 
     @classmethod
-    def empty(cls, newest: torch.Tensor, positions: int, depth: int, proposed: int) -> "SlotTexts":
+    def empty(
+        cls,
+        newest: torch.Tensor,
+        positions: int,
+        depth: int,
+        proposed: int,
+        entries: int = INDEX_ENTRIES,
+    ) -> "SlotTexts":
         """For slots of `positions` positions, the newest tokens of which are `newest`.
 
-        With room for `proposed` proposed tokens of a slot.
+        With room for `proposed` proposed tokens of a slot, and for `entries` of the index, a power
+        of two.
         """
+        assert entries & (entries - 1) == 0, f"expected a power of two, got {entries}"
         slots, device = len(newest), newest.device
         return cls(
             torch.zeros(slots, positions + 1, dtype=torch.int32, device=device),
@@ -112,8 +136,15 @@ class SlotTexts:
             torch.zeros(slots, len(SlotDrafts._fields), dtype=torch.int32, device=device),
             torch.zeros(LONGEST_MATCH + 1, dtype=torch.int32, device=device),
             torch.zeros(slots, 2 + proposed, dtype=torch.int32, device=device),
+            torch.zeros(entries, dtype=torch.int64, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
             torch.zeros(slots, depth, dtype=torch.int32, pin_memory=newest.is_cuda),
         )
+
+    def index_args(self) -> _Index:
+        """The index as kernels take it."""
+        entries, bits = self.index.data_ptr(), len(self.index).bit_length() - 1
+        return _Index(entries, self.steps.data_ptr(), bits)
 
 
 class DraftBuffers:
@@ -127,6 +158,7 @@ class DraftBuffers:
     def __init__(
         self, rows: int, width: int, shape: KVShape, group: int, device: torch.device
     ) -> None:
+        assert width <= DRAFT_MAX_TOKENS, f"expected up to {DRAFT_MAX_TOKENS} tokens, got {width}"
         integers = torch.zeros(3, rows * width, dtype=torch.int32, device=device)
         self.tokens, self.positions, self.slots = integers
         self.matches = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -183,6 +215,7 @@ class DraftBuffers:
             matches=self.matches.data_ptr(),
             kv_addresses=self.kv_addresses.data_ptr(),
             tiles=self.rows.tiles.data_ptr(),
+            index=texts.index_args(),
             layer_bytes=tables.layer_bytes,
             head_bytes=tables.head_bytes,
             row_bytes=self.rows.shape.layout.row_bytes,
@@ -207,6 +240,8 @@ def accept_drafts(
     drafts: DraftBuffers | None = None,
 ) -> None:
     """Keep the `chosen` tokens, int32 [n * width], of a step's rows as far as drafts foresaw them.
+
+    They also enter the index.
 
     `positions`, int32 [n * width], are those of the chosen tokens, 0 or less where there is none.
     `rows` are the tokens, lengths and slots of the rows, int32 [n]: tokens and lengths are replaced
@@ -239,13 +274,14 @@ def accept_drafts(
         newest=texts.newest.data_ptr(),
         cached=texts.cached.data_ptr(),
         log=texts.log.data_ptr(),
+        index=texts.index_args(),
         rows=n,
         width=width,
         text_size=texts.text.shape[1],
         depth=texts.log.shape[1],
     )
     kernel = jit.kernel(ACCEPT, "accept_drafts", {})
-    kernel.launch(ceil_div(n, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)
+    kernel.launch(ceil_div(32 * n, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, args)
 
 
 @compiled_ahead(DRAFT)

@@ -18,6 +18,7 @@ HOST_BYTES_PER_PAGE_TABLE_BYTE = 400
 PREFILL_CHUNK_TOKENS = 2048  # tokens of a pass in plain torch
 VERIFIED_TOKENS, DRAFTING_ROWS = 1024, 256  # of a step with drafts, at most
 PROMPT_ENDS = 32  # of a step whose rows have drafts, at most
+DRAFT_INDEX_BYTES = 8 << 20  # of answers of the run, see dakrun/kernels/draft_tokens.py
 DRAFT_GRAPHS_BYTES = 16 << 20  # of at most 15 CUDA graphs of steps with drafts
 
 
@@ -69,7 +70,7 @@ def activation_bytes(
     if verified:
         verified = (verified + PROMPT_ENDS) * (width + 2 * vocabulary) * size
         texts = 4 * workload.batch_size * workload.max_model_len
-        verified += texts + DRAFT_GRAPHS_BYTES
+        verified += texts + DRAFT_INDEX_BYTES + DRAFT_GRAPHS_BYTES
     return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables) + verified
 
 

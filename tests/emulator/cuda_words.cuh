@@ -25,6 +25,12 @@ inline int atomicAdd(int* to, int value) {
   return before;
 }
 
+inline unsigned long long atomicMax(unsigned long long* to, unsigned long long value) {
+  const unsigned long long before = *to;
+  *to = std::max(before, value);
+  return before;
+}
+
 inline uint32_t atomicOr(uint32_t* to, uint32_t bits) {
   const uint32_t before = *to;
   *to |= bits;
