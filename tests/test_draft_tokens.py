@@ -67,7 +67,7 @@ class Case:
         return [int(text[-1]), *continuation(text, match_end, most)], match
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("width", [1, 4, 8, 32])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_drafts_are_those_of_the_longest_match(seed: int, width: int, kernel_device: str) -> None:
     case = Case(kernel_device, width, seed=seed)

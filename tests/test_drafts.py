@@ -252,6 +252,17 @@ def test_steps_with_prompts_say_how_good_drafts_are_and_measure_no_time() -> Non
     assert not choice.next(rows)  # type: ignore[arg-type]
 
 
+def test_rows_have_room_for_the_drafts_of_more_rows() -> None:
+    """A runner may compute them in a larger batch."""
+    forecasts = [
+        DraftForecast(rows=rows, drafts=drafts, plain_s=1.0, step_s=1.0)
+        for rows, drafts in ((1, 1), (2, 15), (4, 7))
+    ]
+    choice = DraftChoice(Speculation.of("suffix"), forecasts)
+    found = [choice.next([Row(1.0)] * rows) for rows in (1, 2, 3, 4, 5)]  # type: ignore[list-item]
+    assert found == [15, 15, 7, 7, 0]
+
+
 def test_useless_drafts_pause() -> None:
     """Steps without are most of them, until drafts are right."""
     choice, rows = choice_of("suffix:7", 1.0), [Row(1.0)] * 2

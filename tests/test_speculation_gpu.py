@@ -127,7 +127,7 @@ def run(llm: LLM, requests: Sequence[Request]) -> dict[str, Completion]:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
-@pytest.mark.parametrize("speculate", ["suffix:3", "suffix:7"])
+@pytest.mark.parametrize("speculate", ["suffix:3", "suffix:7", "suffix:31"])
 def test_drafts_change_tokens_only_at_near_ties(
     model: tuple[Path, PreTrainedModel], speculate: str, ratio: float
 ) -> None:

@@ -62,11 +62,11 @@ def test_in_hbm_few_rows_have_room_for_drafts_and_many_have_less() -> None:
 def test_the_plan_chooses_the_number_of_drafts() -> None:
     """As many as fit where a step waits for a link; in HBM fewer, the more rows there are."""
     linked = steps_of("opt-6.7b", 64, "suffix", offload_ratio=0.48, kv_offload_ratio=0.0)
-    assert all(one.drafts == MAX_DRAFT for one in linked.values())
+    assert [one.drafts for one in linked.values()] == [*[MAX_DRAFT] * 6, 15]
     resident = steps_of("llama-3-8b", 256, "auto")
     numbers = [one.drafts for one in resident.values()]
     assert numbers == sorted(numbers, reverse=True)
-    assert numbers[0] == MAX_DRAFT and numbers[-1] < 1024 // 256 - 1
+    assert numbers[0] > 7 and numbers[-1] < 1024 // 256 - 1
     fixed = steps_of("llama-3-8b", 256)
     assert all(resident[rows].token_s(0.8) <= fixed[rows].token_s(0.8) for rows in fixed)
 
@@ -76,6 +76,8 @@ def test_tokens_of_drafts_touch_further_experts() -> None:
     mixture, dense = steps_of("qwen3-30b-a3b", 64), steps_of("llama-3-8b", 64)
     assert mixture[4].break_even > 2 > 1.2 > dense[4].break_even
     assert mixture[64].break_even < mixture[4].break_even, "most are read without drafts too"
+    mixture = steps_of("qwen3-30b-a3b", 64, "auto")
+    assert mixture[1].drafts < 7 < mixture[64].drafts
 
 
 def test_tokens_that_are_kept() -> None:

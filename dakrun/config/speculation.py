@@ -5,7 +5,7 @@ from typing import Literal
 
 from dakrun.errors import UsageError
 
-MAX_DRAFT = 15  # drafted tokens of a row in a step: with the newest one, 16 positions
+MAX_DRAFT = 31  # drafted tokens of a row in a step: with the newest one, 32 positions
 
 
 @dataclass(frozen=True)

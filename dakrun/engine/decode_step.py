@@ -35,7 +35,7 @@ from dakrun.models.decoder import Attend
 from dakrun.models.experts import Experts
 from dakrun.models.modules import Attention, Embedding, Fused, Linear, without
 
-LOG_STEPS = 64  # newest tokens of a slot in the log for the CPU: more than steps in flight choose
+LOG_STEPS = 128  # newest tokens of a slot in the log for the CPU: more than steps in flight choose
 IDLE = -1  # the length of a row without a request
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32  # rows between larger buckets

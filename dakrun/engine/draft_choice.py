@@ -11,6 +11,7 @@ runners.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 from dakrun.config import Speculation
 from dakrun.engine.progress import RequestState
@@ -43,6 +44,9 @@ class DraftChoice:
         """`forecasts` are of steps with drafts, by rising rows; none if there are no drafts."""
         self._measures = speculation.mode == "auto"
         self.forecasts, self._rows = forecasts, [one.rows for one in forecasts]
+        # A runner may compute a step as one of more rows, with the drafts of that.
+        numbers = [one.drafts for one in forecasts]
+        self._most = list(accumulate(reversed(numbers), max))[::-1]
         self._plain = [_Mean() for _ in forecasts]  # seconds of a step
         self._drafting = [_Mean() for _ in forecasts]
         self._kept = _Mean()  # tokens of a row in a step with drafts
@@ -59,7 +63,7 @@ class DraftChoice:
         size = bisect_left(self._rows, len(running))
         if not running or size == len(self._rows):
             return 0
-        drafts = self.forecasts[size].drafts
+        drafts = self._most[size]
         if not self._measures:
             paused = self._useless >= USELESS and self._pause < PAUSE
             return 0 if paused else drafts

@@ -19,7 +19,7 @@ from dakrun.units import ceil_div
 
 PROMPT_EFFICIENCY = 0.4  # of the arithmetic of attention with several queries of a request
 ACCEPTANCES = (0.5, 0.8, 0.95)  # for which figures are shown
-FEWER_DRAFTS = (1, 3, 7)  # of a row, besides the most
+FEWER_DRAFTS = (1, 3, 7, 15)  # of a row, besides the most
 EXPECTED_ACCEPTANCE = 0.8  # for which the number of drafts is chosen
 
 
@@ -108,24 +108,19 @@ def draft_forecasts(plan: Plan, speculation: Speculation) -> list[DraftForecast]
     """Steps of 1, 2, 4, ... rows with drafts, up to the most rows that have any.
 
     The rows have `speculation.most` drafts each, or as many as VERIFIED_TOKENS allow. With `fewer`
-    they have the number with which a token takes least time at EXPECTED_ACCEPTANCE, but no fewer
-    than in steps of more rows.
+    they have the number with which a token takes least time at EXPECTED_ACCEPTANCE.
     """
     if not speculation.most:
         return []
     most, times = min(plan.workload.batch_size, DRAFTING_ROWS), StepTimes(plan)
-    found, least = list[DraftForecast](), 1
-    for rows in [most, *(1 << i for i in reversed(range((most - 1).bit_length())))]:
+    found = list[DraftForecast]()
+    for rows in [*(1 << i for i in range((most - 1).bit_length())), most]:
         room = min(speculation.most, VERIFIED_TOKENS // rows - 1)
-        numbers = [k for k in FEWER_DRAFTS if least <= k < room] if speculation.fewer else []
+        numbers = [k for k in FEWER_DRAFTS if k < room] if speculation.fewer else []
         plain, steps = times.step(rows), [(k, times.step(rows, 1 + k)) for k in [*numbers, room]]
-        best = min(
-            (DraftForecast(rows=rows, drafts=k, plain_s=plain, step_s=step) for k, step in steps),
-            key=lambda one: one.token_s(EXPECTED_ACCEPTANCE),
-        )
-        found.append(best)
-        least = best.drafts
-    return found[::-1]
+        some = [DraftForecast(rows=rows, drafts=k, plain_s=plain, step_s=step) for k, step in steps]
+        found.append(min(some, key=lambda one: one.token_s(EXPECTED_ACCEPTANCE)))
+    return found
 
 
 def drafts_of(forecasts: Sequence[DraftForecast], rows: int) -> int:
