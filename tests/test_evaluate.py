@@ -642,7 +642,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     monkeypatch.setattr("dakrun.lab.chains.seconds_round_robin", in_turns)
     monkeypatch.setattr("dakrun.lab.chains.compile_ahead", lambda *_: None)
     monkeypatch.setattr("dakrun.lab.chains.architecture", lambda _: "sm_90a")
-    monkeypatch.setattr(module, "read_window", lambda readers, _: [1e9 * r.ctas for r in readers])
+    rates = lambda readers, _: [1e9 * r.ctas for r in readers]  # noqa: E731
+    monkeypatch.setattr("dakrun.lab.memory.read_window", rates)
     monkeypatch.setattr(module, "READ_BYTES", {LOCAL: 2**24, "remote": 2**22})
     monkeypatch.setattr("dakrun.lab.chains.splitk_flash_attn", lambda *_, **__: None)
     small = replace(module.QUICK, chain_bytes=2**20, min_launches=2)

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,8 +151,8 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
     monkeypatch.setattr(f"{attention}.select_token", found.select_token)
     monkeypatch.setattr("dakrun.lab.chain.graph_seconds", found.seconds)
-    monkeypatch.setattr("dakrun.lab.chain.recorded", lambda launch: launch)
-    monkeypatch.setattr("dakrun.lab.chain._replayed", found.launched)
+    monkeypatch.setattr("dakrun.lab.chain.recorded", lambda launch: SimpleNamespace(replay=launch))
+    monkeypatch.setattr("dakrun.lab.chain.event_seconds", found.launched)
     monkeypatch.setattr("dakrun.lab.chain.MIN_SECONDS", 1e-4)
     monkeypatch.setattr("dakrun.lab.chain.LOAD_SECONDS", 0.0)
     return found

@@ -37,7 +37,7 @@ def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) ->
     graph = recorded(launch)
 
     def samples() -> list[float]:
-        return [_replayed(graph) for _ in range(runs)]
+        return [event_seconds(graph.replay) for _ in range(runs)]
 
     samples()
     return list(steadier(samples))
@@ -64,7 +64,7 @@ def seconds_round_robin(
     graphs = [(recorded(_chain(*chain, n)), n) for chain in chains for n in [_length(*chain)]]
 
     def one_round() -> list[float]:
-        return [_replayed(graph) / length for graph, length in graphs]
+        return [event_seconds(graph.replay) / length for graph, length in graphs]
 
     start = time.perf_counter()
     one_round()
@@ -79,11 +79,11 @@ def _length(launch: Launch, operands: int) -> int:
     return operands * math.ceil(MIN_SECONDS / once)
 
 
-def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay."""
+def event_seconds(launch: Callable[[], object]) -> float:
+    """Seconds that the GPU takes for what `launch` puts on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    graph.replay()
+    launch()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e-3

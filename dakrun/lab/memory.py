@@ -14,6 +14,7 @@ from dakrun.hardware import LOCAL, RemoteTier
 from dakrun.kernels import Reader, read_window
 from dakrun.kernels.runtime import card_of, copy
 from dakrun.lab.ceilings import HBM_RING, Ceilings, Effort, Ring, fitting, link_ring
+from dakrun.lab.chain import event_seconds
 from dakrun.lab.samples import steadier
 from dakrun.memory.device import check_free, check_peer, device_index, peer_index
 from dakrun.memory.limits import available_host_memory
@@ -110,7 +111,7 @@ def measure_ceilings(
             readers[tier.name] = reader(buffers[tier.name], sms, link_ring(tier, card))
 
         def read(name: str) -> list[float]:
-            return [read_window([readers[name]], effort.seconds)[0] for _ in range(effort.readings)]
+            return read_rates([readers[name]], effort.seconds, effort.readings)[0]
 
         def copied(name: str) -> list[float]:
             nbytes = min(buffers[LOCAL].numel(), buffers[name].numel())
@@ -126,12 +127,13 @@ def measure_ceilings(
 
 def copy_seconds(to: torch.Tensor, source: torch.Tensor) -> float:
     """Seconds of one asynchronous copy by the copy engine."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    copy(to, source)
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3
+    return event_seconds(partial(copy, to, source))
+
+
+def read_rates(readers: Sequence[Reader], seconds: float, runs: int) -> list[list[float]]:
+    """Bytes/s of each reader in each of `runs` windows of `seconds`, with all of them reading."""
+    windows = [read_window(readers, seconds) for _ in range(runs)]
+    return [list(rates) for rates in zip(*windows, strict=True)]
 
 
 def fill_bytes(buffers: Mapping[str, torch.Tensor]) -> None:

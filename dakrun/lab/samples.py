@@ -2,6 +2,7 @@
 
 import datetime
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +58,24 @@ class Log:
         )
         self.measurements.append(found)
         return found.value
+
+
+def call_seconds(
+    call: Callable[[], object], runs: int, *, least_s: float = 0.0, warm_up: int = 1,
+    wait: Callable[[], object] = lambda: None,
+) -> list[float]:  # fmt: skip
+    """Seconds of `runs` calls, or of as many as take `least_s`, after others to `warm_up`.
+
+    `wait` returns when the work of a call has ended.
+    """
+    found: list[float] = []
+    wait()
+    while len(found) < warm_up + runs or sum(found[warm_up:]) < least_s:
+        start = time.perf_counter()
+        call()
+        wait()
+        found.append(time.perf_counter() - start)
+    return found[warm_up:]
 
 
 def steadier(samples: Callable[[], Sequence[float]]) -> Sequence[float]:

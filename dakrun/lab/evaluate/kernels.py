@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from dakrun.hardware import LOCAL
-from dakrun.kernels import read_window
 from dakrun.kernels.runtime import card_of
 from dakrun.lab.bench.kernel import accesses, windowed
 from dakrun.lab.cases import Weight
@@ -20,7 +19,7 @@ from dakrun.lab.evaluate import batches
 from dakrun.lab.evaluate.cases import STORED, ablated, case_of, foreseen, remote_names
 from dakrun.lab.evaluate.points import BatchPoint, OpPoint, ProductPoint, ReadPoint, Result
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.lab.memory import Room, fill_random, reader
+from dakrun.lab.memory import Room, fill_random, read_rates, reader
 
 # Chains of 512 MiB exceed L2 many times; half the replays.
 QUICK = replace(FULL, chain_bytes=2**29, min_launches=4, replays=4, seconds=0.01, readings=3)
@@ -115,8 +114,8 @@ class Kernels:
             readers.append(reader(buffers[name], point.sms, ring))
         if point.hbm_sms:
             readers.append(reader(buffers[LOCAL], point.hbm_sms, HBM_RING))
-        runs = [read_window(readers, self.effort.seconds) for _ in range(self.effort.readings)]
-        rates = [statistics.median(rates) for rates in zip(*runs, strict=True)]
+        runs = read_rates(readers, self.effort.seconds, self.effort.readings)
+        rates = list(map(statistics.median, runs))
         return Result(
             source="measured",
             remote_bytes_per_s=rates[0] if ring is not None else None,

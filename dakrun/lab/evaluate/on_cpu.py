@@ -1,7 +1,6 @@
 """Single ops on a CPU, in plain torch: both tiers are its memory, so that ratios change nothing."""
 
 import statistics
-import time
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ from dakrun.lab.cases import Weight
 from dakrun.lab.evaluate.cases import case_of
 from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint, Result
 from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.samples import call_seconds
 
 RUNS = 3
 NO_TECHNIQUE = "a technique of GPUs"
@@ -34,15 +34,9 @@ def op_on_cpu(point: Point, scope: Scope) -> Result:
         k, v = torch.randn(2, *size, dtype=dtype)
         grouped, nbytes = operand.heads > operand.kv_heads, k.nbytes + v.nbytes
         launch = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)  # noqa: E731
-    launch()
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        launch()
-        times.append(time.perf_counter() - start)
     return Result(
         source="measured",
-        seconds=statistics.median(times),
+        seconds=statistics.median(call_seconds(launch, RUNS)),
         ratio=case.ratio,
         weight_bytes=nbytes if isinstance(operand, Weight) else None,
         read_bytes=nbytes,

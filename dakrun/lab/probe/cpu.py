@@ -7,7 +7,6 @@ COST_DTYPES; rates are by dtype. run.py saves the profile.
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from dakrun.geometry import row_block_count
 from dakrun.hardware import ComputeRate, HardwareProfile, OpCosts, RemoteTier, cpu_name
 from dakrun.hardware.parts import MIN_EFFICIENCY
 from dakrun.kernels import reference
-from dakrun.lab.samples import Log, Measurement, provenance
+from dakrun.lab.samples import Log, Measurement, call_seconds, provenance
 from dakrun.memory.limits import available_host_memory
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
 from dakrun.models.functional import layer_norm, rms_norm
@@ -74,13 +73,7 @@ class Stopwatch(Log):
         return self.measure(name, "s", lambda: self._times(call))
 
     def _times(self, call: Callable[[], object]) -> list[float]:
-        call()
-        times: list[float] = []
-        while len(times) < self.sizes.runs or sum(times) < self.sizes.seconds:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return times
+        return call_seconds(call, self.sizes.runs, least_s=self.sizes.seconds)
 
 
 def measure_cpu(name: str, sizes: Sizes) -> tuple[HardwareProfile, tuple[Measurement, ...]]:

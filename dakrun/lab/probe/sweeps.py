@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from dakrun.hardware import Card, Sweep
-from dakrun.kernels import Reader, Window, read_multicast, read_once, read_window
+from dakrun.kernels import Reader, Window, read_multicast, read_once
 from dakrun.kernels.runtime import copy
 from dakrun.lab.ceilings import KIB, Ring, fitting, ring_for
 from dakrun.lab.chain import graph_seconds
-from dakrun.lab.memory import copy_seconds, reader
+from dakrun.lab.memory import copy_seconds, read_rates, reader
 from dakrun.lab.probe.effort import Effort
 from dakrun.lab.samples import spread, steadier
 
@@ -39,8 +39,7 @@ class Bench:
 
     def readings(self, *readers: Reader) -> list[list[float]]:
         """Bytes/s of each reader in each run, with all of them reading at once."""
-        runs = [read_window(readers, self.effort.seconds) for _ in range(self.effort.runs)]
-        return [list(rates) for rates in zip(*runs, strict=True)]
+        return read_rates(readers, self.effort.seconds, self.effort.runs)
 
     def alone(self, reader: Reader) -> list[float]:
         """Bytes/s of one reader in each run."""

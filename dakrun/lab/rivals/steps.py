@@ -5,7 +5,6 @@ Models of transformers have a static KV cache in HBM. Knows no plans.
 
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dakrun.lab.rivals import on_demand, vllm
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model, weight_bytes
 from dakrun.lab.rivals.host_layers import HostLayers, built
 from dakrun.lab.rivals.prefetch import Prefetch
+from dakrun.lab.samples import call_seconds
 from dakrun.units import ceil_div
 
 ALIGNMENT = 8  # positions: torch's attention needs mask rows aligned to 16 bytes
@@ -66,21 +66,13 @@ def rival_step(
         place = built(whole, ratio, device, Prefetch if name == "prefetch" else HostLayers)
     with torch.device(device), torch.inference_mode(), place as (model, found):
         step = Step(model, torch.randint(config.vocab_size, (batch_size, prompt_len)), room)
-        times = _eager_seconds(step, warm_up, runs, device) if eager else graph_seconds(step, runs)
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        times = (
+            call_seconds(step, runs, warm_up=warm_up, wait=wait)
+            if eager
+            else graph_seconds(step, runs)
+        )
     return RivalStep(statistics.median(times), found, total)
-
-
-def _eager_seconds(step: "Step", warm_up: int, runs: int, device: torch.device) -> list[float]:
-    """Seconds of each of `runs` steps, after others to warm up."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    found = []
-    wait()
-    for _ in range(warm_up + runs):
-        start = time.perf_counter()
-        step()
-        wait()
-        found.append(time.perf_counter() - start)
-    return found[warm_up:]
 
 
 class Step:
