@@ -18,8 +18,7 @@ from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 from dakrun.lab.chain import recorded
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model
-from dakrun.lab.rivals.host_layers import HostLayers, built, offloaded, spread
-from dakrun.lab.rivals.prefetch import Prefetch
+from dakrun.lab.rivals.host_layers import HostLayers, Prefetch, built, offloaded, spread
 from dakrun.lab.rivals.steps import Step
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import known_model, parse_model_config

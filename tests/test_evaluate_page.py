@@ -17,7 +17,7 @@ from dakrun.lab.evaluate.figures.base import (
     largest,
     thresholds,
 )
-from dakrun.lab.evaluate.figures.paper_ratios import paper_ratios
+from dakrun.lab.evaluate.figures.capacity import paper_ratios
 from dakrun.lab.evaluate.figures.ratios import bounds, remote_reads
 from dakrun.lab.evaluate.figures.strategies import bound
 from dakrun.lab.evaluate.page import page

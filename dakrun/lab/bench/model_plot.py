@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.lab.output import Record
-from dakrun.lab.panel import Panel, Series
-from dakrun.lab.png import png
+from dakrun.lab.panel import Panel, Series, png
 
 STEPS = 400  # line segments of an ideal curve
 MARGIN = 1.06  # an ideal curve ends at this multiple of the largest measured ratio

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dakrun.hardware import HardwareProfile
-from dakrun.lab.panel import Panel, Series
-from dakrun.lab.png import draw as draw_panel
-from dakrun.lab.png import png
+from dakrun.lab.panel import Panel, Series, png
+from dakrun.lab.panel import draw as draw_panel
 from dakrun.lab.probe.table import Grid, grids, short_bytes
 from dakrun.plan.show.picture import VERMILION, caption, check_target, draw_roofs, merged, roofs
 from dakrun.units import format_decimal

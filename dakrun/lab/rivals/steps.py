@@ -17,8 +17,7 @@ from dakrun.config import ModelConfig
 from dakrun.lab.chain import graph_seconds
 from dakrun.lab.rivals import on_demand, vllm
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model, weight_bytes
-from dakrun.lab.rivals.host_layers import HostLayers, built
-from dakrun.lab.rivals.prefetch import Prefetch
+from dakrun.lab.rivals.host_layers import HostLayers, Prefetch, built
 from dakrun.lab.samples import call_seconds
 from dakrun.units import ceil_div
 
