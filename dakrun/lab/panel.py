@@ -37,22 +37,28 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
-    """A set of axes. With `categories` the series are grouped bars, a group for each category.
+class Axes:
+    """Looks of a panel. With `categories` the series are grouped bars, a group for each category.
 
     With `root_x` distances along x are those of square roots, which leaves more room near 0.
-    `x` and `y` are the axes' titles with units, `marks` vertical lines with a short text.
+    `x` is the axis's title with units, `marks` vertical lines with a short text.
     """
 
     title: str
     x: str
-    y: str
-    series: Sequence[Series]
     categories: Sequence[str] = ()
     log_x: bool = False
-    log_y: bool = False
     root_x: bool = False
     marks: Sequence[tuple[float, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel(Axes):
+    """A set of axes with its series; `y` is the axis's title with units."""
+
+    y: str
+    series: Sequence[Series]
+    log_y: bool = False
 
     def usable(self, series: Series) -> list[tuple[float, float]]:
         """The points of `series` that can be drawn: finite, and positive on logarithmic axes."""

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from dakrun.models.popularity import UNIFORM, with_popularity
 from dakrun.plan import Links, Plan
 from dakrun.requests import Request, RowError, RowLengths
 from dakrun.units import format_seconds
+
+if TYPE_CHECKING:
+    from dakrun.lab.rivals.steps import RivalStep
 
 WARM_UP_TOKENS = 4
 ROUNDS = 3
@@ -102,7 +105,7 @@ class ModelBench:
             if device.type == "cuda":
                 ceilings = measure_ceilings(remote, FULL, device, copies=True)
         self.ceilings = ceilings
-        self._rivals: dict[tuple[int, float], tuple[float, float] | None] = {}
+        self._rivals: dict[tuple[int, float], RivalStep | None] = {}
 
     def row(self, point: ModelCase) -> model_rows.Row:
         """Measure a point and its rival; CannotRun if it does not fit."""
@@ -191,23 +194,21 @@ class ModelBench:
 
     def _rival(self, point: ModelCase, row: model_rows.Row) -> dict[str, Any]:
         """The rival's figures for a point, at the ratio that its plan has in `row`."""
-        rival, time, weights = self.sweep.rival, row["step_s"], row["weight_bytes"]
         ratio = row["ratio"] if point.ratio == AUTO else point.ratio
-        best_s, _ = best = self._rival_step(point.batch_size, 0.0) or (None, None)
-        step_s, found = best if rival == "transformers" else (
-            self._rival_step(point.batch_size, ratio) or (None, None))  # fmt: skip
-        return {
-            "rival": rival,
-            "rival_ratio": found,
-            "rival_s": step_s,
-            "rival_eb_bytes_per_s": weights / step_s if step_s else None,
-            "speedup": step_s / time if step_s else None,
-            "rival_best_s": best_s,
-            "best_speedup": best_s / time if best_s else None,
-        }
+        found: dict[str, Any] = {"rival": self.sweep.rival}
+        best = step = self._rival_step(point.batch_size, 0.0)
+        if self.sweep.rival != "transformers":
+            step = self._rival_step(point.batch_size, ratio)
+        if step:
+            found |= {"rival_s": step.seconds, "speedup": step.seconds / row["step_s"]}
+            found |= {"rival_ratio": step.ratio}
+            found |= {"rival_eb_bytes_per_s": row["weight_bytes"] / step.seconds}
+        if best:
+            found |= {"rival_best_s": best.seconds, "best_speedup": best.seconds / row["step_s"]}
+        return found
 
-    def _rival_step(self, batch_size: int, ratio: float) -> tuple[float, float] | None:
-        """The rival's step and ratio, measured once; None, and a message, if it cannot run."""
+    def _rival_step(self, batch_size: int, ratio: float) -> "RivalStep | None":
+        """The rival's step, measured once; None, and a message, if it cannot run."""
         sweep, key = self.sweep, (batch_size, ratio)
         if key not in self._rivals:
             from dakrun.lab.rivals import steps  # transformers takes seconds to import
@@ -217,7 +218,7 @@ class ModelBench:
             self._rivals[key] = None
             try:
                 with gpu_errors():
-                    step = steps.rival_step(
+                    self._rivals[key] = step = steps.rival_step(
                         sweep.rival,
                         with_popularity(sweep.config, sweep.popularity, random=True),
                         ratio=ratio,
@@ -226,7 +227,6 @@ class ModelBench:
                         new_tokens=sweep.new_tokens,
                         device=self.device,
                     )
-                self._rivals[key] = step.seconds, step.ratio
                 ratio, found = step.ratio, f"step {format_seconds(step.seconds)}"
             except CannotRun as problem:
                 found = f"not measured: {problem}"

@@ -24,25 +24,6 @@ from dakrun.units import format_decimal, format_seconds
 Reads = Mapping[str, Sequence[Sequence[float]]]  # bytes by op, layer and tier
 Row = Mapping[str, Any]
 
-# The figures of a row, after those that were asked for; None is one that was not measured.
-# `transports` are those that the plan chose for remote weights. EB (effective bandwidth) is the
-# model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
-# `limit_s` follows from the ceilings, `bound_s` and `predicted_s` from the profile. `rival_s` is
-# the step of another program with `rival_ratio` of its weight bytes in host memory, `rival_best_s`
-# its step with everything in HBM; `speedup` is over the first, `best_speedup` over the second.
-# `problem` is the reason why nothing was measured.
-FIGURES = (
-    *("transports", "ratio", "steps", "step_s", "spread", "tokens_per_s", "eb_bytes_per_s"),
-    *("eb_total_bytes_per_s", "eb_total_over_ceiling", "limit_s", "limit_over_time", "bound_s"),
-    *("predicted_s", "prediction_error", "ttft_s", "predicted_ttft_s", "prefill_s", "gap_s"),
-    *("experts_per_step", "predicted_experts_per_step", "local_read_share"),
-    "predicted_local_read_share",
-    *drafts.FIGURES,
-    *("rival", "rival_ratio", "rival_s", "rival_eb_bytes_per_s"),
-    *("speedup", "rival_best_s", "best_speedup", "weight_bytes", "hbm_read_bytes"),
-    *("remote_read_bytes", "gpu_bytes", "planned_gpu_bytes", "problem"),
-)
-
 
 def measured_links(ceilings: Ceilings, profile: HardwareProfile) -> Links:
     """The bandwidths of `ceilings`, by transport; links that tiers share are the profile's."""
@@ -94,8 +75,9 @@ def _op_s(op: OpPlan, links: Links, reads: Reads) -> float:
 
 
 def row_of(point: ModelCase, **figures: Any) -> dict[str, Any]:
-    """The row of a point: what was asked for, and those of FIGURES that are known, by key."""
-    assert figures.keys() <= set(FIGURES)
+    """The row of a point: what was asked for, and the figures that are known; others are None."""
+    names = *(column.key for column in COLUMNS), *UNSHOWN
+    assert figures.keys() <= set(names)
     asked = {
         "batch_size": point.batch_size,
         "asked_transport": point.transport,
@@ -103,7 +85,7 @@ def row_of(point: ModelCase, **figures: Any) -> dict[str, Any]:
         "strategy": point.strategy,
         "order": point.order,
     }
-    return asked | dict.fromkeys(FIGURES) | figures
+    return dict.fromkeys(names) | asked | figures
 
 
 def measured_row(
@@ -197,6 +179,11 @@ EXPERTS = ("experts_per_step", "predicted_experts_per_step", "local_read_share",
            "predicted_local_read_share")  # fmt: skip
 RIVAL = ("rival", "rival_s", "speedup", "rival_ratio", "rival_eb_bytes_per_s", "rival_best_s",
          "best_speedup")  # fmt: skip
+# `transports` are those that the plan chose for remote weights. EB (effective bandwidth) is the
+# model's weight bytes over the step's time, EB total all weight and KV bytes read over that time.
+# `limit_s` follows from the ceilings, `bound_s` and `predicted_s` from the profile. `rival_s` is
+# the step of another program with `rival_ratio` of its weight bytes in host memory, `rival_best_s`
+# its step with everything in HBM; `speedup` is over the first, `best_speedup` over the second.
 COLUMNS = (
     Column("batch_size", "batch"),
     Column("order", "experts by"),
@@ -235,3 +222,6 @@ COLUMNS = (
     Column("rival_best_s", "rival in HBM ms", _milliseconds, rank=7),
     Column("best_speedup", "speedup in HBM", _factor, rank=6),
 )
+# Of rows, but of no table. Read bytes are those of a step; `problem` says why nothing was measured.
+UNSHOWN = ("steps", "spread", "bound_s", "prefill_s", "weight_bytes", "hbm_read_bytes",
+           "remote_read_bytes", "problem")  # fmt: skip

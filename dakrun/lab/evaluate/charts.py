@@ -5,12 +5,12 @@ Imports neither torch nor matplotlib.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from dakrun.lab.evaluate.points import Point, Result, Source
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.lab.panel import Panel, Series
+from dakrun.lab.panel import Axes, Panel, Series
 
 Curve = Sequence[tuple[float, float]]  # (x, seconds)
 
@@ -48,21 +48,15 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """The points of a panel, and its looks (see Panel): a picture for each of `shown`.
+class Chart(Axes):
+    """The points of a panel: a picture for each of `shown`.
 
     `name` tells a figure's charts apart in its CSV. `place` says in words where an x lies.
     """
 
     name: str
-    title: str
-    x: str
     shown: Sequence[Quantity]
     entries: Sequence[Entry]
-    categories: Sequence[str] = ()
-    log_x: bool = False
-    root_x: bool = False
-    marks: Sequence[tuple[float, str]] = ()
     place: str = "{:,.0f}"
 
     def where(self, x: float) -> str:
@@ -140,17 +134,10 @@ class FigureData:
             ]
         for bound in shown.lines:
             series.append(replace(bound, points=[(x, y) for x, y in bound.points if x <= end]))
-        return Panel(
-            title=chart.title + shown.title,
-            x=chart.x,
-            y=shown.axis,
-            series=series,
-            categories=chart.categories,
-            log_x=chart.log_x,
-            log_y=shown.log,
-            root_x=chart.root_x and shown.until is None,
-            marks=chart.marks,
-        )
+        looks = {of.name: getattr(chart, of.name) for of in fields(Axes)}
+        looks |= {"title": chart.title + shown.title, "log_y": shown.log}
+        looks |= {"root_x": chart.root_x and shown.until is None}
+        return Panel(**looks, y=shown.axis, series=series)
 
 
 def brief(problem: str) -> str:
