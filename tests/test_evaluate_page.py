@@ -318,19 +318,19 @@ def test_multicast_is_measured_on_the_papers_matrix() -> None:
 
 
 def test_crossing() -> None:
-    one, other = [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0)], [(0.0, 2.0), (1.0, 3.0), (2.0, 3.0)]
+    one, other = {0.0: 1.0, 1.0: 2.0, 2.0: 4.0}, {0.0: 2.0, 1.0: 3.0, 2.0: 3.0}
     assert crossing(one, other) == pytest.approx(1.5)
     assert crossing(other, one) is None
-    assert crossing([], one) is None
-    assert crossing(one, [(2.0, 3.0)]) == 2.0
+    assert crossing({}, one) is None
+    assert crossing(one, {2.0: 3.0}) == 2.0
 
 
 def test_factors() -> None:
-    one, other = [(0.0, 1.0), (1.0, 2.0)], [(1.0, 5.0), (2.0, 9.0)]
+    one, other = {0.0: 1.0, 1.0: 2.0}, {1.0: 5.0, 2.0: 9.0}
     assert largest(one, other) == (1.0, 2.5)
-    assert largest(one, []) is None
+    assert largest(one, {}) is None
     assert fastest(one) == (0.0, 1.0)
-    assert fastest([]) is None
+    assert fastest({}) is None
 
 
 def test_words_for_factors() -> None:

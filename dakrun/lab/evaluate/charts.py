@@ -12,7 +12,7 @@ from dakrun.lab.evaluate.points import Point, Result, Source
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Axes, Panel, Series
 
-Curve = Sequence[tuple[float, float]]  # (x, seconds)
+Curve = dict[float, float]  # seconds by x, in order
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class FigureData:
         return lines
 
     def times(self, chart: Chart, series: str) -> Curve:
-        """(x, seconds) of a series where there are any."""
+        """The times of a series where there are any; x has six digits after the point."""
         line = self.lines(chart).get(series, [])
-        return [(entry.x, result.seconds) for entry, result in line if result.seconds]
+        return {round(entry.x, 6): result.seconds for entry, result in line if result.seconds}
 
     def problems(self) -> list[str]:
         """The reasons why entries have no time, each once."""

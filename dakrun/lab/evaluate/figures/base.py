@@ -4,7 +4,6 @@ Imports neither torch nor matplotlib.
 """
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -113,12 +112,7 @@ def thresholds(op: Op, dtype: Dtype, scope: Scope) -> tuple[float, float]:
 
 def fastest(curve: Curve) -> tuple[float, float] | None:
     """The point of least time."""
-    return min(curve, key=lambda of: of[1], default=None)
-
-
-def at(curve: Curve, x: float) -> float | None:
-    """The time at `x`."""
-    return next((seconds for of, seconds in curve if math.isclose(of, x, abs_tol=1e-6)), None)
+    return min(curve.items(), key=lambda of: of[1], default=None)
 
 
 def crossing(curve: Curve, other: Curve) -> float | None:
@@ -126,7 +120,7 @@ def crossing(curve: Curve, other: Curve) -> float | None:
 
     Only x that both have count. None if it is not faster at the last of them.
     """
-    both = [(x, s - o) for x, s in curve if (o := at(other, x)) is not None]
+    both = [(x, s - other[x]) for x, s in curve.items() if x in other]
     if not both or both[-1][1] <= 0:
         return None
     steps = [(x0 + (x1 - x0) * -d0 / (d1 - d0)) for (x0, d0), (x1, d1) in itertools.pairwise(both)
@@ -136,8 +130,8 @@ def crossing(curve: Curve, other: Curve) -> float | None:
 
 def largest(curve: Curve, other: Curve) -> tuple[float, float] | None:
     """(x, factor) by which `curve` is faster than `other` at most, where both have a time."""
-    factors = [(x, o / s) for x, s in curve if (o := at(other, x)) is not None]
-    return max(factors, key=lambda of: of[1], default=None)
+    factors = {x: other[x] / s for x, s in curve.items() if x in other}
+    return max(factors.items(), key=lambda of: of[1], default=None)
 
 
 def gains(data: FigureData, chart: Chart) -> list[tuple[str, float, float]]:

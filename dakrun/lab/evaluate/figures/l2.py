@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
-from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, at, factor
+from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, factor
 from dakrun.lab.evaluate.points import BatchPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
@@ -72,15 +72,15 @@ class L2Barrier(Figure):
             entries=[entry(series, heads) for series in some for heads in counts],
         )
 
-    def ratios(self, data: FigureData, chart: Chart) -> list[tuple[float, float]]:
-        """(MiB, cuBLAS's time over that of 4 bits) where both are known."""
+    def ratios(self, data: FigureData, chart: Chart) -> dict[float, float]:
+        """cuBLAS's time over that of 4 bits by MiB, where both are known."""
         base = data.times(chart, CUBLAS)
-        return [(x, other / s) for x, s in data.times(chart, FOUR) if (other := at(base, x))]
+        return {x: base[x] / s for x, s in data.times(chart, FOUR).items() if x in base}
 
     def sentences(self, data: FigureData) -> Iterator[str]:
         for chart in data.charts:
             if ratios := self.ratios(data, chart):
-                low, high = (by(ratios, key=lambda of: of[1]) for by in (min, max))
+                low, high = (by(ratios.items(), key=lambda of: of[1]) for by in (min, max))
                 yield (
                     f"{chart.name}: 4 bits are {factor(low[1])} (at {chart.where(low[0])}) to "
                     f"{factor(high[1])} (at {chart.where(high[0])}) as fast as cuBLAS in 16 bits."
@@ -88,7 +88,7 @@ class L2Barrier(Figure):
 
     def here(self, data: FigureData) -> Iterator[str]:
         for chart in data.charts:
-            if (ratio := at(self.ratios(data, chart), MLA_MIB)) is not None:
+            if ratio := self.ratios(data, chart).get(MLA_MIB):
                 yield f"{factor(ratio)} ({chart.name})"
 
     def missing(self, scope: Scope) -> str:

@@ -5,14 +5,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import (
-    LAUNCH,
-    STEP_LINEAR,
-    Figure,
-    at,
-    factor,
-    scaled,
-)
+from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure, factor, scaled
 from dakrun.lab.evaluate.points import ProductPoint, Result
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.scope import Scope
@@ -163,8 +156,8 @@ class Multicast(ByRows):
     def here(self, data: FigureData) -> Iterator[str]:
         one, other = (data.times(data.charts[0], series) for series in SERIES)
         for n in (512, 1024):
-            if (with_it := at(one, n)) and (without := at(other, n)):
-                yield f"{factor(without / with_it)} at {n:,}"
+            if n in one and n in other:
+                yield f"{factor(other[n] / one[n])} at {n:,}"
 
     def notes(self, scope: Scope) -> list[str]:
         return [TILES]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
-from dakrun.lab.evaluate.figures.base import Figure, at, factor, fastest, scaled, thresholds
+from dakrun.lab.evaluate.figures.base import Figure, factor, fastest, scaled, thresholds
 from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import Op
@@ -79,7 +79,7 @@ class OpRatios(Figure):
             known = [
                 (base / best[1], op, best[0])
                 for op, curve in curves.items()
-                if (base := at(curve, 0.0)) and (best := fastest(curve))
+                if (base := curve.get(0.0)) and (best := fastest(curve))
             ]
             gain, op, x = max(known, default=(0.0, "", 0.0))
             if gain > 1.005:

@@ -63,8 +63,8 @@ class Ours(Figure):
     def sentences(self, data: FigureData) -> Iterator[str]:
         (*steps, whole), near = data.charts, data.scope.near
         for chart in steps:
-            both = [dict(data.times(chart, name)) for name in ("direct", "staged")]
-            alone = [(x, min(of[x] for of in both)) for x in both[0] if x in both[1]]
+            direct, staged = (data.times(chart, name) for name in ("direct", "staged"))
+            alone = {x: min(s, staged[x]) for x, s in direct.items() if x in staged}
             if (gain := largest(data.times(chart, CHOICE), alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
                 yield f"{chart.name}: at most, at {gain[0]:.2g}% outside {near}, {clause}."

@@ -54,8 +54,8 @@ class Parts(Figure):
     def shares(self, data: FigureData, chart: Chart) -> list[tuple[str, float, float]]:
         """(part, seconds, share of the step) of the parts with a time."""
         found = data.times(chart, "dakrun")
-        step = sum(seconds for _, seconds in found)
-        return [(chart.where(x), seconds, seconds / step) for x, seconds in found]
+        step = sum(found.values())
+        return [(chart.where(x), seconds, seconds / step) for x, seconds in found.items()]
 
     def table(self, data: FigureData) -> list[list[str]]:
         head = [["model", "part", "us", "%", "article (us)", "article (%)"]]

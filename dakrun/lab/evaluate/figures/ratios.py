@@ -10,7 +10,6 @@ from dakrun.lab.evaluate.figures.base import (
     EB,
     STEP,
     Figure,
-    at,
     crossing,
     factor,
     faster,
@@ -85,7 +84,7 @@ class Ratios(Figure):
             direct, staged = (data.times(chart, name) for name in TRANSPORTS)
             if (best := fastest(direct)) is None:
                 continue
-            base, least, x = at(direct, 0.0), format_seconds(best[1]), best[0]
+            base, least, x = direct.get(0.0), format_seconds(best[1]), best[0]
             if base is None:
                 said = f"not all in {near}; fastest read in place with {x:.2g}% outside, {least}"
             elif x > 0 and base / best[1] > 1.005:
@@ -96,9 +95,9 @@ class Ratios(Figure):
             else:
                 said = f"fastest with everything in {near}, {format_seconds(base)}"
             yield f"{chart.name}: {said}."
-            if (there := at(direct, 10.0)) and (copied := at(staged, 10.0)):
-                clause = faster(copied / there, "reading in place", "copying ahead")
-                times = f"{format_seconds(there)}, {format_seconds(copied)}"
+            if 10.0 in direct and 10.0 in staged:
+                clause = faster(staged[10.0] / direct[10.0], "reading in place", "copying ahead")
+                times = f"{format_seconds(direct[10.0])}, {format_seconds(staged[10.0])}"
                 yield f"With 10% outside, {clause} ({times})."
             if (least_x := crossing(direct, staged)) is not None:
                 where = f"From about {least_x:.2g}% on" if least_x >= 0.05 else "At every ratio"
@@ -113,7 +112,7 @@ class Ratios(Figure):
     def of_rivals(self, data: FigureData, chart: Chart) -> dict[str, tuple[float, float]]:
         """(percent, factor) where the better transport gains most on each rival."""
         direct, staged = (data.times(chart, name) for name in TRANSPORTS)
-        best = [(x, min(s, at(staged, x) or s)) for x, s in direct]
+        best = {x: min(s, staged.get(x, s)) for x, s in direct.items()}
         rivals = [name for name in data.lines(chart) if name not in TRANSPORTS]
         found = {name: largest(best, data.times(chart, name)) for name in rivals}
         return {name: gain for name, gain in found.items() if gain}
@@ -173,7 +172,7 @@ class SmallBatch(Ratios):
         most: dict[str, list[float]] = {}
         for chart in data.charts:
             curve = data.times(chart, "direct")
-            if (base := at(curve, 0.0)) and (best := fastest(curve)):
+            if (base := curve.get(0.0)) and (best := fastest(curve)):
                 most.setdefault(f"all in {data.scope.near}", []).append(base / best[1])
             for name, (_, gain) in self.of_rivals(data, chart).items():
                 most.setdefault(name, []).append(gain)
@@ -203,6 +202,6 @@ class LargeBatch(Ratios):
     def here(self, data: FigureData) -> Iterator[str]:
         for chart in data.charts:
             curve = data.times(chart, "direct")
-            if base := at(curve, 0.0):
-                free = max(x for x, seconds in curve if seconds <= 1.02 * base)
+            if base := curve.get(0.0):
+                free = max(x for x, seconds in curve.items() if seconds <= 1.02 * base)
                 yield f"up to {free:.2g}% of {chart.name}"
