@@ -572,7 +572,7 @@ def test_rivals_need_a_gpu(by: str, measurer: Measurer) -> None:
 
 
 def test_rivals_that_are_missing_say_so() -> None:
-    from dakrun.lab.evaluate.rivals import rival
+    from dakrun.lab.evaluate.steps import rival
 
     gpu, here = torch.device("cuda"), tiny_scope()
     asked = StepPoint(model=NAME, new_tokens=2, by="vllm-uva")

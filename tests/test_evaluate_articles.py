@@ -17,8 +17,7 @@ from dakrun.lab.evaluate import batches, steps
 from dakrun.lab.evaluate.cases import STORED
 from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.figures import FIGURES
-from dakrun.lab.evaluate.figures.l2 import ARTICLE, HEADS, L2Barrier
-from dakrun.lab.evaluate.figures.parts import Parts
+from dakrun.lab.evaluate.figures.articles import CUBLAS_US, HEADS, L2Barrier, Parts
 from dakrun.lab.evaluate.points import PARTS, BatchPoint, PartPoint, Result
 from dakrun.lab.evaluate.predict import predict
 from dakrun.lab.evaluate.steps import Steps
@@ -99,7 +98,7 @@ def test_points_of_the_sweep() -> None:
         *((by, bits) for by in ("splitk", "tiled") for bits in (4, 16)), ("cublas", 16),
     }  # fmt: skip
     assert {entry.x for entry in data.entries} == {8, 16, 32, 48, 64, 128}
-    assert {x for x, _ in ARTICLE} <= {entry.x for entry in data.entries}
+    assert {x for x, _ in CUBLAS_US} <= {entry.x for entry in data.entries}
 
 
 def test_only_what_the_planner_knows_is_predicted() -> None:

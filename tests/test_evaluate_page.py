@@ -18,8 +18,7 @@ from dakrun.lab.evaluate.figures.base import (
     thresholds,
 )
 from dakrun.lab.evaluate.figures.capacity import paper_ratios
-from dakrun.lab.evaluate.figures.ratios import bounds, remote_reads
-from dakrun.lab.evaluate.figures.strategies import bound
+from dakrun.lab.evaluate.figures.ratios import bounds, remote_reads, uniform_over_greedy
 from dakrun.lab.evaluate.page import page
 from dakrun.lab.evaluate.points import Result, StepPoint
 from dakrun.lab.evaluate.scope import Scope
@@ -412,7 +411,7 @@ def test_bounds_of_figure_8() -> None:
 
 def test_greedy_is_never_slower_than_uniform_by_rates() -> None:
     scope = scope_of()
-    gains = [bound("opt-6.7b", step / 20, scope) for step in range(21)]
+    gains = [uniform_over_greedy("opt-6.7b", step / 20, scope) for step in range(21)]
     assert gains[0] == pytest.approx(1)
     assert min(gains) > 1 - 1e-9
     assert max(gains) > 1.1

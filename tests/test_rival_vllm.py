@@ -17,7 +17,7 @@ from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile
 from dakrun.lab.evaluate import Scope
 from dakrun.lab.evaluate.points import StepPoint
-from dakrun.lab.evaluate.rivals import rival
+from dakrun.lab.evaluate.steps import rival
 from dakrun.lab.rivals import vllm
 from dakrun.lab.rivals.architecture import meta_model, weight_bytes
 from dakrun.lab.rivals.steps import RivalStep, rival_step

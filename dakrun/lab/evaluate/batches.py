@@ -1,6 +1,6 @@
 """Batched products on a GPU: cuBLAS, and the grouped kernels, for which each head is an expert.
 
-All launches read the same matrices, as in an article on L2 (figures/l2.py).
+All launches read the same matrices, as in an article on L2 (figures/articles.py).
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Results of points measured on a GPU or a CPU, one after the other.
 
-steps.py measures models, kernels.py single ops and reads on a GPU, on_cpu.py single ops on a CPU,
-rivals.py other programs. What cannot be measured is a result with its `problem`.
+steps.py measures models and other programs, kernels.py single ops and reads on a GPU, on_cpu.py
+single ops on a CPU. What cannot be measured is a result with its `problem`.
 """
 
 import gc
@@ -28,9 +28,8 @@ from dakrun.lab.evaluate.points import (
     StepPoint,
 )
 from dakrun.lab.evaluate.predict import predict
-from dakrun.lab.evaluate.rivals import rival
 from dakrun.lab.evaluate.scope import TINY, Scope
-from dakrun.lab.evaluate.steps import Steps
+from dakrun.lab.evaluate.steps import Steps, rival
 from dakrun.lab.memory import measure_ceilings
 
 

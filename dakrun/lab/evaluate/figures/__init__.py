@@ -1,16 +1,14 @@
 """The figures of the paper, and of articles, by name and in the order of the page."""
 
 from dakrun.lab.evaluate.figures.ablations import Ablations
+from dakrun.lab.evaluate.figures.articles import L2Barrier, Parts
 from dakrun.lab.evaluate.figures.base import Figure
 from dakrun.lab.evaluate.figures.capacity import InHbm, ManyRequests
-from dakrun.lab.evaluate.figures.l2 import L2Barrier
 from dakrun.lab.evaluate.figures.link import LinkReads
 from dakrun.lab.evaluate.figures.multicast import LinkBytes, Multicast
 from dakrun.lab.evaluate.figures.ops import OpRatios
 from dakrun.lab.evaluate.figures.ours import Ours
-from dakrun.lab.evaluate.figures.parts import Parts
-from dakrun.lab.evaluate.figures.ratios import LargeBatch, SmallBatch
-from dakrun.lab.evaluate.figures.strategies import Strategies
+from dakrun.lab.evaluate.figures.ratios import LargeBatch, SmallBatch, Strategies
 
 KINDS: tuple[type[Figure], ...] = (
     *(SmallBatch, OpRatios, LinkReads, LinkBytes, LargeBatch, InHbm, ManyRequests),

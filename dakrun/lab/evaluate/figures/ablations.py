@@ -1,11 +1,11 @@
 """Figure 12: ablations of the congestion window and of wave alignment."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 
 from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure
-from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint
+from dakrun.lab.evaluate.points import AttentionPoint, OpPoint, ProductPoint, StepPoint
 from dakrun.lab.evaluate.scope import Scope
 
 ALL = "with both"
@@ -13,7 +13,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ALL: (), "without the window": ("window",), "without alignment": ("alignment",)
 }  # fmt: skip
 SLOTS, LENGTH = (32, 64), 1024  # of attention
-Places = Mapping[str, Callable[..., Point]]
+Places = Mapping[str, OpPoint | StepPoint]
 BATCHES = (8, 512)  # for the GEMM of few rows, and for the tiled one
 
 
@@ -34,19 +34,17 @@ class Ablations(Figure):
         ratio, model = round(min(scope.turning_point, 0.5), 4), next(iter(scope.models))
         outside = f", {100 * ratio:.2g}% outside {scope.near}"
         far = {slots: max(1, round(ratio * slots)) for slots in SLOTS}
-        attention: Places = {
-            f"{count} of {slots} slots": partial(
-                scope.op, AttentionPoint, model, count / slots, batch_size=slots, length=LENGTH
+        attention = {
+            f"{count} of {slots} slots": scope.op(
+                AttentionPoint, model, count / slots, batch_size=slots, length=LENGTH
             )
             for slots, count in far.items()
         }
-        steps: Places = {
-            name: partial(scope.step, name, 8, ratio, transport="direct") for name in scope.models
-        }
+        steps = {name: scope.step(name, 8, ratio, transport="direct") for name in scope.models}
 
         def products(n: int) -> Places:
             names = [op.name for op in scope.products(model, n=n)]
-            return {of: partial(scope.op, ProductPoint, model, ratio, op=of, n=n) for of in names}
+            return {of: scope.op(ProductPoint, model, ratio, op=of, n=n) for of in names}
 
         return [
             *(chart_of(f"{model}, GEMM of {n} rows", outside, "op", LAUNCH, products(n),
@@ -75,11 +73,11 @@ class Ablations(Figure):
 
 
 def chart_of(name: str, more: str, x: str, shown: Quantity, places: Places, *, rank: int) -> Chart:
-    """A group of bars for each of `places`, whose functions make points without techniques."""
+    """A group of bars for each of `places`: with all techniques, and without each."""
     entries = [
-        Entry(series, number, place(without=without), rank)
+        Entry(series, number, replace(point, without=without), rank)
         for series, without in VARIANTS.items()
-        for number, place in enumerate(places.values())
+        for number, point in enumerate(places.values())
     ]
     return Chart(
         name=name, title=name + more, x=x, shown=[shown], categories=list(places), entries=entries

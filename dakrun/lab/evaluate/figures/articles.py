@@ -1,4 +1,7 @@
-"""The L2 barrier: batched products of few bits against 16 bits, by the size of the weights."""
+"""Figures of an article on L2: batched products by the size of the weights, and parts of a step.
+
+The article is The Hidden Bottleneck in MLA Serving (Zhang).
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -6,7 +9,7 @@ from typing import Literal
 
 from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
 from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, factor
-from dakrun.lab.evaluate.points import BatchPoint
+from dakrun.lab.evaluate.points import LINEAR, PARTS, BatchPoint, PartPoint
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
 
@@ -25,7 +28,12 @@ BATCHES = (1, 4, 16, 64)
 SHAPES = {"queries": (512, 128), "values": (128, 512)}
 MLA_MIB = 16.0  # of the 128 heads of DeepSeek-V3
 # Microseconds of cuBLAS by MiB in the article, of queries with a batch of 1.
-ARTICLE = [(16.0, 4.9), (32.0, 7.6), (48.0, 21.7), (128.0, 49.1)]
+CUBLAS_US = [(16.0, 4.9), (32.0, 7.6), (48.0, 21.7), (128.0, 49.1)]
+
+BATCH, PROMPT = 64, 1024
+MODEL = "qwen2.5-7b"
+# Microseconds of MODEL by part in the article. What it stores in the KV cache is in the last.
+PARTS_US = dict(zip(PARTS, (5079.0, 1413.0, 145.0, 98.0, 57.0, 399.0), strict=True))
 
 
 class L2Barrier(Figure):
@@ -52,7 +60,7 @@ class L2Barrier(Figure):
         rows, cols = SHAPES[name]
         lines = []
         if (name, n) == ("queries", 1):
-            lines = [Series(name="article, cuBLAS on an H100", kind="line", points=ARTICLE)]
+            lines = [Series(name="article, cuBLAS on an H100", kind="line", points=CUBLAS_US)]
 
         def entry(series: str, heads: int) -> Entry:
             bits, by = SERIES[series]
@@ -101,4 +109,82 @@ class L2Barrier(Figure):
             "Each head is an expert of the grouped kernels. SplitK_GEMM takes two launches for "
             "more than 512 of them.",
             "4 bits have a scale for 128 columns of a row; the article's have one for a row.",
+        ]
+
+
+class Parts(Figure):
+    """The decomposition of an article, for any model."""
+
+    name = "parts"
+    title = "Parts of a decode step"
+    paper = (
+        "Not of the paper, but of an article, The Hidden Bottleneck in MLA Serving (Zhang): linear "
+        "layers take most of a step, so that faster attention gains little."
+    )
+    claimed = (
+        "Article, Qwen2.5-7B, batch 64, on an H100: linear layers 70.6%, attention 19.6%, norms "
+        "2.0%, activation 1.4%, RoPE 0.8%, other 5.5%. Here:"
+    )
+
+    def charts(self, scope: Scope) -> list[Chart]:
+        models = list(scope.models)[: 1 if scope.quick else None]
+        return [self._chart(model, scope) for model in models]
+
+    def _chart(self, model: str, scope: Scope) -> Chart:
+        sizes = {"batch_size": BATCH, "prompt_len": PROMPT, "new_tokens": scope.new_tokens}
+        lines = []
+        if model == MODEL:
+            points = list(enumerate(PARTS_US.values()))
+            lines = [Series(name="article, SGLang on an H100", kind="line", points=points)]
+        return Chart(
+            name=model,
+            title=f"{model}, batch {BATCH}, prompts of {PROMPT:,} tokens",
+            x="part of the step (op)",
+            shown=[replace(LAUNCH, axis="time in a step (us)", lines=lines)],
+            entries=[
+                Entry("dakrun", x, PartPoint(model=model, part=part, **sizes), 2)
+                for x, part in enumerate(PARTS)
+            ],
+            categories=PARTS,
+        )
+
+    def shares(self, data: FigureData, chart: Chart) -> list[tuple[str, float, float]]:
+        """(part, seconds, share of the step) of the parts with a time."""
+        found = data.times(chart, "dakrun")
+        step = sum(found.values())
+        return [(chart.where(x), seconds, seconds / step) for x, seconds in found.items()]
+
+    def table(self, data: FigureData) -> list[list[str]]:
+        head = [["model", "part", "us", "%", "article (us)", "article (%)"]]
+        rows = []
+        for chart in data.charts:
+            for part, seconds, share in self.shares(data, chart):
+                row = [chart.name, part, f"{seconds * 1e6:,.0f}", f"{share:.1%}"]
+                us = PARTS_US[part] if chart.name == MODEL else 0.0
+                row += [f"{us:,.0f}", f"{us / sum(PARTS_US.values()):.1%}"] if us else ["", ""]
+                rows.append(row)
+        return head + rows if rows else []
+
+    def sentences(self, data: FigureData) -> Iterator[str]:
+        for chart in data.charts:
+            if shares := self.shares(data, chart):
+                step = sum(seconds for _, seconds, _ in shares)
+                text = ", ".join(f"{part} {share:.1%}" for part, _, share in shares)
+                yield f"{chart.name}: of {step * 1e3:.3g} ms, {text}."
+
+    def here(self, data: FigureData) -> Iterator[str]:
+        for chart in data.charts:
+            found = {part: share for part, _, share in self.shares(data, chart)}
+            if LINEAR in found:
+                yield f"{chart.name}: linear layers {found[LINEAR]:.1%}"
+
+    def notes(self, scope: Scope) -> list[str]:
+        return [
+            "The article does not state its context. Its attention reads about 1,020 positions in "
+            "its time, at the bandwidth that it measured for 1,024.",
+            "A fused part is the time of its launches with it, less the time without: norms and "
+            "activation of linear layers, RoPE of attention. Without its activation a linear layer "
+            "writes twice as many outputs, so that the activation may take less than nothing.",
+            "Storing keys and values is included in attention. Other is the rest of the median "
+            "step: embedding, sampling, and what launches cost more, or less, behind others.",
         ]
