@@ -246,7 +246,7 @@ def test_a_budget_takes_the_first_points(tmp_path: Path, monkeypatch: pytest.Mon
 
     done = evaluate(scope(), FIG9, store, find, {"machine": "mine"}, budget_s=2)
     assert (done.new, done.left) == (2, done.points - 2)
-    assert taken == in_order(FIG9["fig9"].data(scope(), {}).entries)[:2]
+    assert taken == in_order(FIG9["fig9"](scope(), {}).entries)[:2]
     assert done.page.read_text(encoding="utf-8").startswith("<!doctype html>")
     again = evaluate(scope(), FIG9, Store(tmp_path, "mine"), find, {"machine": "mine"})
     assert (again.new, again.left) == (done.points - 2, 0)
@@ -307,7 +307,7 @@ def test_a_run_over_several_sittings_is_of_one_card(
         done = evaluate(scope(), FIG9, store, lambda _: found, run, budget_s=budget_s)
         return done.new, done.left
 
-    total = len(in_order(FIG9["fig9"].data(scope(), {}).entries))
+    total = len(in_order(FIG9["fig9"](scope(), {}).entries))
     assert sit("H100 (a)", "abc1", 1, 3) == (3, total - 3)
     assert sit("H100 (b)", "abc2", 2, 1) == (1, total - 1)
     assert sit("H100 (a)", "abc2", 3, None) == (total - 3, 0)
@@ -338,7 +338,7 @@ def test_results_to_try_again_and_those_of_quick_runs_do_not_count(tmp_path: Pat
 
 
 def test_no_read_asks_an_sm_for_more_than_its_ring_holds() -> None:
-    for entry in FIGURES["fig7"].data(scope(), {}).entries:
+    for entry in FIGURES["fig7"](scope(), {}).entries:
         read = entry.point
         assert isinstance(read, ReadPoint) and read.in_flight <= read.sms * 128 * 1024
 

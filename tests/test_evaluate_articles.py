@@ -15,7 +15,6 @@ from dakrun.kernels.experts import grouped_tiled
 from dakrun.kernels.runtime import card_of
 from dakrun.lab.evaluate import batches, steps
 from dakrun.lab.evaluate.cases import STORED
-from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.figures import FIGURES
 from dakrun.lab.evaluate.figures.articles import CUBLAS_US, HEADS, L2Barrier, Parts
 from dakrun.lab.evaluate.points import PARTS, BatchPoint, PartPoint, Result
@@ -76,7 +75,7 @@ def test_all_kernels_are_compiled_ahead() -> None:
     from dakrun.launches import grouped_tiles
 
     found = list(batches._variants(H200))
-    for point in (entry.point for entry in L2Barrier().data(scope(quick=False), {}).entries):
+    for point in (entry.point for entry in L2Barrier(scope(quick=False), {}).entries):
         assert isinstance(point, BatchPoint)
         stored = STORED[point.bits]
         if point.by == "splitk":
@@ -90,32 +89,31 @@ def test_all_kernels_are_compiled_ahead() -> None:
 
 def test_points_of_the_sweep() -> None:
     """8 to 128 MiB by heads, batches of 1 to 64, both shapes, in both numbers of bits."""
-    data = L2Barrier().data(scope(quick=False), {})
-    points = [entry.point for entry in data.entries]
+    figure = L2Barrier(scope(quick=False), {})
+    points = [entry.point for entry in figure.entries]
     assert {(of.rows, of.cols) for of in points} == {(512, 128), (128, 512)}
     assert {of.n for of in points} == {1, 4, 16, 64} and {of.heads for of in points} == {*HEADS}
     assert {(of.by, of.bits) for of in points} == {
         *((by, bits) for by in ("splitk", "tiled") for bits in (4, 16)), ("cublas", 16),
     }  # fmt: skip
-    assert {entry.x for entry in data.entries} == {8, 16, 32, 48, 64, 128}
-    assert {x for x, _ in CUBLAS_US} <= {entry.x for entry in data.entries}
+    assert {entry.x for entry in figure.entries} == {8, 16, 32, 48, 64, 128}
+    assert {x for x, _ in CUBLAS_US} <= {entry.x for entry in figure.entries}
 
 
 def test_only_what_the_planner_knows_is_predicted() -> None:
-    data = L2Barrier().data(scope(predict=True, quick=False), {})
-    assert {entry.series for entry in data.entries} == {"4 bits", "16 bits"}
-    assert not any(predict(entry.point, data.scope).problem for entry in data.entries)
+    figure = L2Barrier(scope(predict=True, quick=False), {})
+    assert {entry.series for entry in figure.entries} == {"4 bits", "16 bits"}
+    assert not any(predict(entry.point, figure.scope).problem for entry in figure.entries)
 
 
 def test_finding_of_the_sweep() -> None:
-    figure = L2Barrier()
-    data = figure.data(scope(), {})
-    for entry in data.entries:
+    figure = L2Barrier(scope(), {})
+    for entry in figure.entries:
         slower = 2.0 if entry.series.startswith("cuBLAS") else 1.0
         slower *= 1 + (entry.x == 16) * (entry.series == "4 bits")  # the same time there
-        data.results[entry.point.key] = Result(source="measured", seconds=1e-6 * slower)
-    assert list(figure.here(data)) == ["1.00 x (queries, batch 1)", "1.00 x (queries, batch 64)"]
-    first, _ = figure.sentences(data)
+        figure.results[entry.point.key] = Result(source="measured", seconds=1e-6 * slower)
+    assert list(figure.here()) == ["1.00 x (queries, batch 1)", "1.00 x (queries, batch 64)"]
+    first, _ = figure.sentences()
     assert first == (
         "queries, batch 1: 4 bits are 1.00 x (at 16 MiB) to 2.00 x (at 48 MiB) as fast as cuBLAS "
         "in 16 bits."
@@ -205,17 +203,15 @@ def test_parts_are_differences_and_add_up(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_articles_shares_are_beside() -> None:
     model = known_model("qwen2.5-7b")
     assert model is not None
-    figure = Parts()
-    here = scope(models={"qwen2.5-7b": model})
-    data = FigureData(here, figure.charts(here), {})
-    for entry in data.entries:
-        data.results[entry.point.key] = Result(source="measured", seconds=1e-3 * (entry.x + 1))
-    head, *rows = figure.table(data)
+    figure = Parts(scope(models={"qwen2.5-7b": model}), {})
+    for entry in figure.entries:
+        figure.results[entry.point.key] = Result(source="measured", seconds=1e-3 * (entry.x + 1))
+    head, *rows = figure.table()
     assert head[2:] == ["us", "%", "article (us)", "article (%)"]
     assert [row[1] for row in rows] == list(PARTS)
     assert [row[5] for row in rows] == ["70.6%", "19.6%", "2.0%", "1.4%", "0.8%", "5.5%"]
     assert sum(float(row[3].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
-    (line,) = [of for of in data.panels()[0].series if of.kind == "line"]
+    (line,) = [of for of in figure.panels()[0].series if of.kind == "line"]
     assert line.name.startswith("article")
 
 

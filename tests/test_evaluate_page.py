@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dakrun.hardware import load_profile
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity, brief
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity, brief
 from dakrun.lab.evaluate.figures import FIGURES, Figure
 from dakrun.lab.evaluate.figures.base import (
     crossing,
@@ -78,21 +78,19 @@ def made_up(entry: Entry, scope: Scope, problem: str | None = None) -> Result:
     )
 
 
-def results_of(figure: Figure, scope: Scope, problem: str | None = None) -> dict[str, Result]:
-    """Made-up results of all points of a figure."""
-    entries = figure.data(scope, {}).entries
-    return {entry.point.key: made_up(entry, scope, problem) for entry in entries}
+def filled(name: str, scope: Scope, problem: str | None = None) -> Figure:
+    """A figure with made-up results of all its points."""
+    figure = FIGURES[name](scope, {})
+    figure.results |= {e.point.key: made_up(e, scope, problem) for e in figure.entries}
+    return figure
 
 
-def everything(scope: Scope, problem: str | None = None) -> dict[str, FigureData]:
-    return {
-        name: figure.data(scope, results_of(figure, scope, problem))
-        for name, figure in FIGURES.items()
-    }
+def everything(scope: Scope, problem: str | None = None) -> dict[str, Figure]:
+    return {name: filled(name, scope, problem) for name in FIGURES}
 
 
-def steps(**series: list[tuple[float, float]]) -> FigureData:
-    """A FigureData of figure 8 with the (percent, seconds) of each series."""
+def steps(**series: list[tuple[float, float]]) -> Figure:
+    """Figure 8 with the (percent, seconds) of each series."""
     entries, results = [], {}
     for name, points in series.items():
         for x, seconds in points:
@@ -101,7 +99,9 @@ def steps(**series: list[tuple[float, float]]) -> FigureData:
             results[point.key] = Result(source="measured", seconds=seconds, weight_bytes=BYTES)
     shown = [Quantity("y (s)", lambda result: result.seconds)]
     chart = Chart(name="opt-30b", title="t", x="x (%)", shown=shown, entries=entries)
-    return FigureData(scope_of(), [chart], results)
+    figure = FIGURES["fig8"](scope_of(), results)
+    figure.charts = [chart]
+    return figure
 
 
 class Reader(HTMLParser):
@@ -127,7 +127,7 @@ def text() -> str:
 
     scope = scope_of()
     run = {"machine": "a machine <1>", "command": "dakrun evaluate --quick -o out"}
-    return page(list(FIGURES.values()), everything(scope), scope, run)
+    return page(list(everything(scope).values()), scope, run)
 
 
 def test_the_page_has_every_figure_and_asks_for_nothing_from_elsewhere(text: str) -> None:
@@ -166,32 +166,28 @@ def test_predicted_against_measured(text: str) -> None:
 def test_missing_points_are_drawn_with_their_reason() -> None:
 
     scope = scope_of()
-    fig8 = FIGURES["fig8"]
     found = everything(scope, "the budgets are 34.81 GiB too small")
-    shown = page([fig8], found, scope, {})
+    shown = page([found["fig8"]], scope, {})
     assert "the budgets are 34.81 GiB too small" in shown
     assert "points have no time; markers say why" in shown
     assert not any(of.title.endswith("required ratio") for of in found["fig10"].panels())
-    for name, figure in FIGURES.items():
-        assert figure.finding(found[name])
+    assert all(figure.finding() for figure in found.values())
 
 
 def test_a_lack_of_memory_is_counted() -> None:
 
-    scope, fig10 = scope_of(), FIGURES["fig10"]
+    found = FIGURES["fig10"](scope_of(), {})
     large = Result(source="measured", problem="needs 99.0 GB", short_of_memory=True)
-    entries = fig10.data(scope, {}).entries
-    found = fig10.data(scope, {entry.point.key: large for entry in entries})
-    shown = page([fig10], {"fig10": found}, scope, {})
-    assert f"{len(entries)} of them for lack of memory" in shown
+    found.results |= {entry.point.key: large for entry in found.entries}
+    shown = page([found], found.scope, {})
+    assert f"{len(found.entries)} of them for lack of memory" in shown
     assert any(of.title.endswith("required ratio") for of in found.panels())
 
 
 def test_a_page_without_any_result() -> None:
 
     scope = scope_of()
-    found = {name: figure.data(scope, {}) for name, figure in FIGURES.items()}
-    shown = page(list(FIGURES.values()), found, scope, {})
+    shown = page([kind(scope, {}) for kind in FIGURES.values()], scope, {})
     assert "nothing measured yet" in shown
     assert "are not there yet" in shown
 
@@ -200,13 +196,12 @@ def test_a_page_without_any_result() -> None:
 @pytest.mark.parametrize("quick", [True, False])
 def test_figures_have_points_and_panels(profile: str, quick: bool) -> None:
     scope = scope_of(profile, quick=quick)
-    for name, figure in FIGURES.items():
-        charts = figure.charts(scope)
-        assert charts and all(chart.entries for chart in charts), name
-        for chart in charts:
+    for name, figure in everything(scope).items():
+        assert figure.charts and all(chart.entries for chart in figure.charts), name
+        for chart in figure.charts:
             places = {(entry.series, entry.x) for entry in chart.entries}
             assert len(places) == len(chart.entries), name
-        assert figure.data(scope, results_of(figure, scope)).panels(), name
+        assert figure.panels(), name
 
 
 def test_cases_of_figures_10_and_14() -> None:
@@ -214,7 +209,7 @@ def test_cases_of_figures_10_and_14() -> None:
         names = {
             chart.name: chart.categories
             for name in ("fig10", "fig14")
-            for chart in FIGURES[name].charts(scope_of(quick=quick))[:1]
+            for chart in FIGURES[name](scope_of(quick=quick), {}).charts[:1]
         }
         paper = ["8 x 32", "32 x 1,024", "128 x 256", "128 x 512", "128 x 1,024"]
         many = ["8 x 32", "256 x 1,024", "512 x 512", "512 x 1,024"]
@@ -223,15 +218,16 @@ def test_cases_of_figures_10_and_14() -> None:
 
 
 def test_rivals_of_figure_10_keep_what_the_budget_holds() -> None:
-    large, *_ = FIGURES["fig10"].charts(scope_of(quick=False))
+    large, *_ = FIGURES["fig10"](scope_of(quick=False), {}).charts
     ratios = [e.point.figures()["ratio"] for e in large.entries if e.series == "prefetch"]
     assert ratios[0] == 0 < ratios[1] < ratios[3] == ratios[4] == 1
-    assert not any(e.series == "prefetch" for e in FIGURES["fig10"].charts(scope_of())[0].entries)
+    quick, *_ = FIGURES["fig10"](scope_of(), {}).charts
+    assert not any(e.series == "prefetch" for e in quick.entries)
 
 
-def rivals_of(figure: Figure, scope: Scope) -> dict[str, list[float]]:
+def rivals_of(name: str, scope: Scope) -> dict[str, list[float]]:
     """The percents of each rival in a figure's first chart."""
-    entries = figure.charts(scope)[0].entries
+    entries = FIGURES[name](scope, {}).charts[0].entries
     return {of: [e.x for e in entries if e.series == of] for of in scope.rivals}
 
 
@@ -242,15 +238,15 @@ def test_rivals_of_figures_1_8_and_9() -> None:
     wanted = {"transformers": [0], "prefetch": outside, "uva": outside}
     wanted |= {name: [10, 30, 60] for name in rivals if name not in wanted}
     for name in ("fig8", "fig9"):
-        assert rivals_of(FIGURES[name], scope) == wanted
-    found = rivals_of(FIGURES["fig9"], replace(scope, quick=True))
+        assert rivals_of(name, scope) == wanted
+    found = rivals_of("fig9", replace(scope, quick=True))
     assert found == {name: [0] if name == "transformers" else [10] for name in rivals}
 
 
 def test_a_cpu_has_no_hbm() -> None:
     scope = scope_of("cpu")
-    for name, data in everything(scope).items():
-        for panel in data.panels():
+    for name, figure in everything(scope).items():
+        for panel in figure.panels():
             texts = [panel.title, panel.x, panel.y, *panel.categories]
             texts += [of.name for of in panel.series if name != "fig7"]  # which needs SMs
             assert not any("HBM" in text for text in texts), (name, panel.title)
@@ -261,13 +257,13 @@ def test_finding_of_figure_8() -> None:
     direct = [(0.0, 0.010), (5.0, 0.008), (10.0, 0.012), (20.0, 0.030)]
     staged = [(0.0, 0.010), (5.0, 0.010), (10.0, 0.013), (20.0, 0.025)]
     found = steps(direct=direct, staged=staged, prefetch=[(10.0, 0.024)])
-    finding = FIGURES["fig8"].finding(found)
+    finding = found.finding()
     assert "fastest with 5% outside HBM and read in place" in finding
     assert "1.25 x as fast as all in HBM" in finding
     assert "reading in place is 1.08 x as fast as copying ahead" in finding
     assert "From about 12% on, copies are faster" in finding
     assert "At 10%, dakrun is 2.00 x as fast as prefetch" in finding
-    assert "1.25 x as fast as all in HBM" in FIGURES["fig8"].claim(found)
+    assert "1.25 x as fast as all in HBM" in found.claim()
 
 
 def test_required_ratios_of_figure_10() -> None:
@@ -281,38 +277,36 @@ def test_required_ratios_of_figure_10() -> None:
     assert [round(ratio.mixed) for ratio in ratios] == [6, 10, 37, 60]
     assert [round(ratio.planned) for ratio in ratios] == [13, 19, 42, 63]
     assert all(ratio.paper < ratio.decimal < ratio.planned for ratio in ratios)
-    scope, fig10 = scope_of(quick=False), FIGURES["fig10"]
-    found = everything(scope)["fig10"]
-    head, *rows = fig10.table(found)
+    fig10 = filled("fig10", scope_of(quick=False))
+    head, *rows = fig10.table()
     assert [row[:2] for row in rows] == [[ratio.case, f"{ratio.paper:.1f}"] for ratio in ratios]
     assert all(len(row) == len(head) and row[-1] == "20.0" for row in rows)
-    claim = fig10.claim(found)
+    claim = fig10.claim()
     for text in ("6% for 32 x 1,024", "60% for 128 x 1,024", "20.0% for 128 x 512"):
         assert text in claim
-    assert "6.2%, 9.9%, 36.7%, 60.3%, which are its figures" in fig10.notes(scope)[0]
+    assert "6.2%, 9.9%, 36.7%, 60.3%, which are its figures" in fig10.notes()[0]
 
 
 def test_multicast_is_measured_on_the_papers_matrix() -> None:
     """Bytes by the time and by tiles; the page has a row for each N."""
     for quick in (True, False):
         scope = scope_of(quick=quick)
-        table1 = FIGURES["table1"]
-        data = table1.data(scope, results_of(table1, scope))
-        (chart,) = data.charts
+        table1 = filled("table1", scope)
+        (chart,) = table1.charts
         assert {of.point.figures()["op"] for of in chart.entries} == {"7168x7168"}
-        assert [row[0] for row in table1.table(data)[1:]] == [
+        assert [row[0] for row in table1.table()[1:]] == [
             "256",
             "512",
             "1,024",
             "2,048",
             "4,096",
         ]
-        assert table1.finding(data) == (
+        assert table1.finding() == (
             "7168x7168: with N = 4,096 a byte of the weight crosses the link 1 x with multicast "
             "and 2 x without. The tiles of the launches ask for 1 x and 8 x."
         )
-        assert table1.claim(data).endswith("Here, at the largest N: it saves 50%.")
-        product = FIGURES["fig13"].charts(scope)[0]
+        assert table1.claim().endswith("Here, at the largest N: it saves 50%.")
+        product = FIGURES["fig13"](scope, {}).charts[0]
         assert [of.point for of in product.entries] == [of.point for of in chart.entries]
 
 
@@ -379,8 +373,7 @@ def test_points_that_can_be_drawn() -> None:
 
 
 def test_ticks_cover_figure_8_and_its_first_12_percent_have_a_picture_of_their_own() -> None:
-    fig8, scope = FIGURES["fig8"], scope_of(quick=False)
-    whole, part, _, *_ = fig8.data(scope, results_of(fig8, scope)).panels()
+    whole, part, _, *_ = filled("fig8", scope_of(quick=False)).panels()
     assert part.title == f"{whole.title}: the first 12%"
     assert max(x for series in part.series for x, _ in series.points) == 12
     ticks = [float(text) for text in re.findall(r'middle">(\d+)</text>', drawn(whole))]

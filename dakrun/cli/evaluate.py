@@ -116,7 +116,7 @@ def evaluate(
     from dakrun.lab.evaluate.store import Store
     from dakrun.plan import Policy
 
-    figures = _figures(only)
+    kinds = _figures(only)
     named = _names(models)
     if predict:
         hardware = resolve_profile(profile)
@@ -140,7 +140,7 @@ def evaluate(
     if others := ", ".join(sorted(store.others)):
         eprint(f"points of {others} in {output} do not count here: this is {store.machine}")
     with run.finder(scope, store.folder, facts) as (find, known), _bar() as shown:
-        done = run.evaluate(scope, figures, store, find, known, budget_s=budget, **shown)
+        done = run.evaluate(scope, kinds, store, find, known, budget_s=budget, **shown)
     left = f"; {done.left} are left for another run" if done.left else ""
     source = "predicted" if predict else "measured"
     eprint(f"{done.new} of {done.points} points {source} now{left}")
@@ -165,7 +165,7 @@ def _names(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",")))
 
 
-def _figures(only: str | None) -> "Mapping[str, Figure]":
+def _figures(only: str | None) -> "Mapping[str, type[Figure]]":
     """The figures that --only names, in the page's order; UsageError for an unknown name."""
     from dakrun.lab.evaluate.figures import FIGURES
 

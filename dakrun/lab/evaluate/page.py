@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from dakrun.lab.evaluate import svg
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
+from dakrun.lab.evaluate.charts import Chart, Entry
 from dakrun.lab.evaluate.figures import Figure
 from dakrun.lab.evaluate.points import Result
 from dakrun.lab.evaluate.scope import Scope
@@ -22,21 +22,18 @@ PAGE = Path(__file__).with_name("page.html")
 COLUMNS = ("panel", "series", "x", "source", "time (us)", "predicted (us)", "ratio (%)", "note")
 
 
-def page(
-    figures: Sequence[Figure], data: Mapping[str, FigureData], scope: Scope, run: Mapping[str, Any]
-) -> str:
-    """The whole file. `data` has the results by figure name, `run` what run.json has."""
-    shown = [figure for figure in figures if figure.name in data]
+def page(figures: Sequence[Figure], scope: Scope, run: Mapping[str, Any]) -> str:
+    """The whole file. `run` is what run.json has."""
     links = " · ".join(
-        f'<a href="#{of.name}">{escape(of.title.partition(":")[0])}</a>' for of in shown
+        f'<a href="#{of.name}">{escape(of.title.partition(":")[0])}</a>' for of in figures
     )
-    known = {e.point.key: (e, of.of(e)) for of in data.values() for e in of.entries}
+    known = {e.point.key: (e, of.of(e)) for of in figures for e in of.entries}
     return Template(PAGE.read_text(encoding="utf-8")).substitute(
         title=escape(f"The evaluation of DAK on {scope.profile.device_name}"),
         warning=warning(scope, [result for _, result in known.values()]),
         facts=facts(scope, known.values(), run),
         links=links,
-        sections="\n".join(section(figure, data[figure.name], run) for figure in shown),
+        sections="\n".join(section(figure, run) for figure in figures),
     )
 
 
@@ -100,23 +97,23 @@ def deviation(points: Iterable[tuple[Entry, Result | None]]) -> str:
     return f"median {median:.1%}, worst {worst:+.1%}, over {len(errors)} points"
 
 
-def section(figure: Figure, data: FigureData, run: Mapping[str, Any]) -> str:
+def section(figure: Figure, run: Mapping[str, Any]) -> str:
     """One figure: what the paper shows, the pictures, the finding, the claim and the points."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in figure.notes(data.scope))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in figure.notes())
     differences = f"<h3>Where this differs</h3><ul>{notes}</ul>" if notes else ""
     points = [
-        cells(chart, entry, data.of(entry)) for chart in data.charts for entry in chart.entries
+        cells(chart, entry, figure.of(entry)) for chart in figure.charts for entry in chart.entries
     ]
     return f"""<section id="{figure.name}">
 <h2>{escape(figure.title)}</h2>
 <p class="paper"><b>Paper</b> {escape(figure.paper)}</p>
 <div class="panels">
-{"".join(map(svg.figure, data.panels()))}
+{"".join(map(svg.figure, figure.panels()))}
 </div>
-{table(figure.table(data))}
-<p class="finding"><b>{"Predicted" if data.scope.predict else "Here"}</b> \
-{escape(figure.finding(data))}</p>
-<p class="claim"><b>Claim</b> {escape(figure.claim(data))}</p>
+{table(figure.table())}
+<p class="finding"><b>{"Predicted" if figure.scope.predict else "Here"}</b> \
+{escape(figure.finding())}</p>
+<p class="claim"><b>Claim</b> {escape(figure.claim())}</p>
 {differences}
 <p class="again">Again: <code>{escape(command(figure, run))}</code></p>
 <details><summary>{len(points)} points</summary>

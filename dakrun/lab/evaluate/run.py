@@ -41,7 +41,7 @@ class Evaluation:
 
 def evaluate(
     scope: Scope,
-    figures: Mapping[str, Figure],
+    kinds: Mapping[str, type[Figure]],
     store: Store,
     find: Callable[[Point], Result],
     run: Mapping[str, Any],
@@ -56,10 +56,10 @@ def evaluate(
     for each figure that has all its points. `run` is written as run.json, in the end with the dates
     and commits of all results. The page is also written when an error or an interrupt ends the run.
     """
-    data = {name: figure.data(scope, store.results) for name, figure in figures.items()}
-    points = in_order(entry for of in data.values() for entry in of.entries)
+    figures = [kind(scope, store.results) for kind in kinds.values()]
+    points = in_order(entry for figure in figures for entry in figure.entries)
     missing = [point for point in points if point.key not in store.results]
-    left = {name: {entry.point.key for entry in of.entries} for name, of in data.items()}
+    left = {of.name: {entry.point.key for entry in of.entries} for of in figures}
     known, start, done = len(points) - len(missing), time.perf_counter(), 0
 
     def tell(point: Point | None) -> None:
@@ -83,11 +83,10 @@ def evaluate(
     finally:
         run = {**run, **store.sittings(points)}
         write_run(store.folder, run)
-        for name, of in data.items():
-            write_csv(store.folder / f"{name}.csv", of)
-        shown = list(figures.values())
-        write_text(store.folder / "index.html", page(shown, data, scope, run))
-        write_text(store.folder / "tables.md", tables(shown, data, scope, run))
+        for figure in figures:
+            write_csv(store.folder / f"{figure.name}.csv", figure)
+        write_text(store.folder / "index.html", page(figures, scope, run))
+        write_text(store.folder / "tables.md", tables(figures, scope, run))
     return Evaluation(len(points), done, len(missing) - done, store.folder / "index.html")
 
 

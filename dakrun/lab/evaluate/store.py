@@ -9,11 +9,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.points import Point, Result
 from dakrun.lab.output import commit, csv_text, write_text
+
+if TYPE_CHECKING:
+    from dakrun.lab.evaluate.figures import Figure
 
 RESULT_FIELDS = tuple(of.name for of in fields(Result))
 
@@ -87,12 +89,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run if isinstance(run, dict) else {}
 
 
-def write_csv(path: Path, data: FigureData) -> None:
+def write_csv(path: Path, figure: "Figure") -> None:
     """Write a figure's entries, with points and results that are known, as rows.
 
     Some names are a point's and a result's: the point's, what was asked for, begin with point_.
     """
-    entries = [(chart.name, entry) for chart in data.charts for entry in chart.entries]
+    entries = [(chart.name, entry) for chart in figure.charts for entry in chart.entries]
     names = dict.fromkeys(f"point_{name}" for _, e in entries for name in e.point.figures())
     rows = []
     for panel, entry in entries:
@@ -101,7 +103,7 @@ def write_csv(path: Path, data: FigureData) -> None:
             for name, of in entry.point.figures().items()
         }
         place = {"panel": panel, "series": entry.series, "x": entry.x, "kind": entry.point.kind}
-        result = data.of(entry)
+        result = figure.of(entry)
         rows.append({**place, **asked, **(asdict(result) if result else {})})
     header = ["panel", "series", "x", "kind", *names, *RESULT_FIELDS]
     write_text(path, csv_text(header, rows))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dakrun.hardware import LOCAL
-from dakrun.lab.evaluate.charts import FigureData
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.output import markdown
 from dakrun.lab.panel import Panel
@@ -20,12 +19,7 @@ if TYPE_CHECKING:
 MARKS = {"measured": "", "predicted": " (predicted)"}
 
 
-def tables(
-    figures: "Sequence[Figure]",
-    data: Mapping[str, FigureData],
-    scope: Scope,
-    run: Mapping[str, Any],
-) -> str:
+def tables(figures: "Sequence[Figure]", scope: Scope, run: Mapping[str, Any]) -> str:
     """A table for each panel, below its figure's title and finding. Bounds are left out."""
     rates = ", ".join(ceilings(scope, run))
     facts = [str(run[name]) for name in ("machine", "date", "commit") if run.get(name)]
@@ -35,11 +29,10 @@ def tables(
     if command := run.get("command"):
         lines.append(f"`{command}`")
     for figure in figures:
-        if (of := data.get(figure.name)) is not None:
-            lines += [f"\n#### {figure.title}\n", figure.finding(of)]
-            for panel in of.panels(parts=False):
-                if table := rows(panel):
-                    lines += [f"\n{panel.title}: {panel.y}\n", *markdown(table[0], table[1:])]
+        lines += [f"\n#### {figure.title}\n", figure.finding()]
+        for panel in figure.panels(parts=False):
+            if table := rows(panel):
+                lines += [f"\n{panel.title}: {panel.y}\n", *markdown(table[0], table[1:])]
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,6 @@ KINDS: tuple[type[Figure], ...] = (
     *(SmallBatch, OpRatios, LinkReads, LinkBytes, LargeBatch, InHbm, ManyRequests),
     *(Strategies, Ablations, Multicast, Ours, L2Barrier, Parts),
 )
-FIGURES: dict[str, Figure] = {kind.name: kind() for kind in KINDS}
+FIGURES: dict[str, type[Figure]] = {kind.name: kind for kind in KINDS}
 
 __all__ = ["FIGURES", "Figure"]

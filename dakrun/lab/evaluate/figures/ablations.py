@@ -6,7 +6,6 @@ from dataclasses import replace
 from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure
 from dakrun.lab.evaluate.points import AttentionPoint, OpPoint, ProductPoint, StepPoint
-from dakrun.lab.evaluate.scope import Scope
 
 ALL = "with both"
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -29,7 +28,8 @@ class Ablations(Figure):
     )
     claimed = "Paper: both speed up GEMM and attention. Here, with both, at most:"
 
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
+        scope = self.scope
         # The ratio with most to lose: HBM and the link take the same time.
         ratio, model = round(min(scope.turning_point, 0.5), 4), next(iter(scope.models))
         outside = f", {100 * ratio:.2g}% outside {scope.near}"
@@ -54,13 +54,13 @@ class Ablations(Figure):
             chart_of("whole models, batch 8", outside, "model", STEP_LINEAR, steps, rank=0),
         ]  # fmt: skip
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         predicted = (
             "Predictions count uneven groups of the GEMM of few rows, and without the window the "
             "rates of the profile's sweep with the bytes in flight that the rings hold."
         )
         return [
-            *([predicted] if scope.predict else []),
+            *([predicted] if self.scope.predict else []),
             "GEMM and models are at the ratio where HBM and the link take the same time. Past it "
             "the link limits the step and the window cannot matter. Attention is at the nearest "
             "whole slot, at least one, which may lie past it.",

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
+from dakrun.lab.evaluate.charts import Chart, Entry
 from dakrun.lab.evaluate.figures.base import LAUNCH, Figure, factor
 from dakrun.lab.evaluate.points import LINEAR, PARTS, BatchPoint, PartPoint
-from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
 
 MIB = 2**20
@@ -51,12 +50,12 @@ class L2Barrier(Figure):
         "cuBLAS in 16 bits at 16 MiB, and about as fast from 40 MiB on. Here, at 16 MiB:"
     )
 
-    def charts(self, scope: Scope) -> list[Chart]:
-        shapes = list(SHAPES)[: 1 if scope.quick else None]
-        batches, heads = (BATCHES[::3], HEADS[1::2]) if scope.quick else (BATCHES, HEADS)
-        return [self._chart(shape, n, heads, scope) for shape in shapes for n in batches]
+    def make_charts(self) -> list[Chart]:
+        shapes = list(SHAPES)[: 1 if self.scope.quick else None]
+        batches, heads = (BATCHES[::3], HEADS[1::2]) if self.scope.quick else (BATCHES, HEADS)
+        return [self._chart(shape, n, heads) for shape in shapes for n in batches]
 
-    def _chart(self, name: str, n: int, counts: Sequence[int], scope: Scope) -> Chart:
+    def _chart(self, name: str, n: int, counts: Sequence[int]) -> Chart:
         rows, cols = SHAPES[name]
         lines = []
         if (name, n) == ("queries", 1):
@@ -67,8 +66,8 @@ class L2Barrier(Figure):
             point = BatchPoint(heads=heads, rows=rows, cols=cols, n=n, bits=bits, by=by)
             return Entry(series, 2 * heads * rows * cols / MIB, point, 2 + (by == "tiled"))
 
-        left_out = {"tiled"} if scope.quick else set()
-        left_out |= {"tiled", "cublas"} if scope.predict else set()  # the planner knows neither
+        left_out = {"tiled"} if self.scope.quick else set()
+        left_out |= {"tiled", "cublas"} if self.scope.predict else set()  # unknown to the planner
         some = [series for series, (_, by) in SERIES.items() if by not in left_out]
         return Chart(
             name=f"{name}, batch {n}",
@@ -80,29 +79,29 @@ class L2Barrier(Figure):
             entries=[entry(series, heads) for series in some for heads in counts],
         )
 
-    def ratios(self, data: FigureData, chart: Chart) -> dict[float, float]:
+    def ratios(self, chart: Chart) -> dict[float, float]:
         """cuBLAS's time over that of 4 bits by MiB, where both are known."""
-        base = data.times(chart, CUBLAS)
-        return {x: base[x] / s for x, s in data.times(chart, FOUR).items() if x in base}
+        base = self.times(chart, CUBLAS)
+        return {x: base[x] / s for x, s in self.times(chart, FOUR).items() if x in base}
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            if ratios := self.ratios(data, chart):
+    def sentences(self) -> Iterator[str]:
+        for chart in self.charts:
+            if ratios := self.ratios(chart):
                 low, high = (by(ratios.items(), key=lambda of: of[1]) for by in (min, max))
                 yield (
                     f"{chart.name}: 4 bits are {factor(low[1])} (at {chart.where(low[0])}) to "
                     f"{factor(high[1])} (at {chart.where(high[0])}) as fast as cuBLAS in 16 bits."
                 )
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            if ratio := self.ratios(data, chart).get(MLA_MIB):
+    def here(self) -> Iterator[str]:
+        for chart in self.charts:
+            if ratio := self.ratios(chart).get(MLA_MIB):
                 yield f"{factor(ratio)} ({chart.name})"
 
-    def missing(self, scope: Scope) -> str:
-        return "not predicted for cuBLAS" if scope.predict else super().missing(scope)
+    def missing(self) -> str:
+        return "not predicted for cuBLAS" if self.scope.predict else super().missing()
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         return [
             "The weights of a launch are those of the launch before. The article widens its "
             "matrices; here there are more heads, of DeepSeek-V3's size each.",
@@ -126,12 +125,12 @@ class Parts(Figure):
         "2.0%, activation 1.4%, RoPE 0.8%, other 5.5%. Here:"
     )
 
-    def charts(self, scope: Scope) -> list[Chart]:
-        models = list(scope.models)[: 1 if scope.quick else None]
-        return [self._chart(model, scope) for model in models]
+    def make_charts(self) -> list[Chart]:
+        models = list(self.scope.models)[: 1 if self.scope.quick else None]
+        return [self._chart(model) for model in models]
 
-    def _chart(self, model: str, scope: Scope) -> Chart:
-        sizes = {"batch_size": BATCH, "prompt_len": PROMPT, "new_tokens": scope.new_tokens}
+    def _chart(self, model: str) -> Chart:
+        sizes = {"batch_size": BATCH, "prompt_len": PROMPT, "new_tokens": self.scope.new_tokens}
         lines = []
         if model == MODEL:
             points = list(enumerate(PARTS_US.values()))
@@ -148,37 +147,37 @@ class Parts(Figure):
             categories=PARTS,
         )
 
-    def shares(self, data: FigureData, chart: Chart) -> list[tuple[str, float, float]]:
+    def shares(self, chart: Chart) -> list[tuple[str, float, float]]:
         """(part, seconds, share of the step) of the parts with a time."""
-        found = data.times(chart, "dakrun")
+        found = self.times(chart, "dakrun")
         step = sum(found.values())
         return [(chart.where(x), seconds, seconds / step) for x, seconds in found.items()]
 
-    def table(self, data: FigureData) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         head = [["model", "part", "us", "%", "article (us)", "article (%)"]]
         rows = []
-        for chart in data.charts:
-            for part, seconds, share in self.shares(data, chart):
+        for chart in self.charts:
+            for part, seconds, share in self.shares(chart):
                 row = [chart.name, part, f"{seconds * 1e6:,.0f}", f"{share:.1%}"]
                 us = PARTS_US[part] if chart.name == MODEL else 0.0
                 row += [f"{us:,.0f}", f"{us / sum(PARTS_US.values()):.1%}"] if us else ["", ""]
                 rows.append(row)
         return head + rows if rows else []
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            if shares := self.shares(data, chart):
+    def sentences(self) -> Iterator[str]:
+        for chart in self.charts:
+            if shares := self.shares(chart):
                 step = sum(seconds for _, seconds, _ in shares)
                 text = ", ".join(f"{part} {share:.1%}" for part, _, share in shares)
                 yield f"{chart.name}: of {step * 1e3:.3g} ms, {text}."
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            found = {part: share for part, _, share in self.shares(data, chart)}
+    def here(self) -> Iterator[str]:
+        for chart in self.charts:
+            found = {part: share for part, _, share in self.shares(chart)}
             if LINEAR in found:
                 yield f"{chart.name}: linear layers {found[LINEAR]:.1%}"
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         return [
             "The article does not state its context. Its attention reads about 1,020 positions in "
             "its time, at the bandwidth that it measured for 1,024.",

@@ -4,25 +4,29 @@ Imports neither torch nor matplotlib.
 """
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import ClassVar
+from dataclasses import fields, replace
+from typing import ClassVar, get_args
 
 from dakrun.config import Dtype
-from dakrun.lab.evaluate.charts import Chart, Curve, FigureData, Quantity, brief
-from dakrun.lab.evaluate.points import Result
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity, brief
+from dakrun.lab.evaluate.points import Result, Source
 from dakrun.lab.evaluate.scope import Scope
+from dakrun.lab.panel import Axes, Panel, Series
 from dakrun.plan import Op, compute_time, greedy
 
+Line = list[tuple[Entry, Result]]
+Curve = dict[float, float]  # seconds by x, in order
 SAME = 0.005  # factors closer to 1 than this are equal
 
 
 class Figure(ABC):
-    """A figure of the paper: its measurements, and sentences on their results.
+    """A figure of the paper on a machine: its charts, and sentences on the results known by now.
 
-    `paper` says what the paper shows. `claimed` is the paper's claim, as a beginning of a sentence
-    that `here` ends with this machine's figures.
+    `results` are by the points' keys. `paper` says what the paper shows. `claimed` is the paper's
+    claim, as a beginning of a sentence that `here` ends with this machine's figures.
     """
 
     name: ClassVar[str]
@@ -30,59 +34,129 @@ class Figure(ABC):
     paper: ClassVar[str]
     claimed: ClassVar[str]
 
+    def __init__(self, scope: Scope, results: dict[str, Result]) -> None:
+        self.scope, self.results = scope, results
+        self.charts = self.make_charts()
+
     @abstractmethod
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
         """What is measured, and how it is drawn."""
 
-    def sentences(self, data: FigureData) -> Iterable[str]:
+    def sentences(self) -> Iterable[str]:
         """What the results say: who wins, by what factor, where the crossing lies.
 
         By default, where the first series of each chart is faster than the others at most.
         """
-        for chart in data.charts:
-            for other, x, gain in gains(data, chart):
+        for chart in self.charts:
+            for other, x, gain in self.gains(chart):
                 clause = faster(gain, chart.entries[0].series, other)
                 yield f"{chart.name}: at most, at {chart.where(x)}, {clause}."
 
-    def here(self, data: FigureData) -> Iterable[str]:
+    def here(self) -> Iterable[str]:
         """This machine's figures beside the paper's claim.
 
         By default the largest factor by which the first series is faster than each other one.
         """
         most: dict[str, float] = {}
-        for chart in data.charts:
-            for other, _, gain in gains(data, chart):
+        for chart in self.charts:
+            for other, _, gain in self.gains(chart):
                 most[other] = max(gain, most.get(other, 0.0))
         yield from (f"{factor(gain)} as fast as {other}" for other, gain in most.items())
 
-    def missing(self, scope: Scope) -> str:
+    def missing(self) -> str:
         """Why `here` gives none."""
         return "not measured yet"
 
-    def table(self, data: FigureData) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         """Rows of a table beside the pictures, the header first; none for most figures."""
         return []
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         """Differences from the paper, and what to know when reading."""
         return []
 
-    def data(self, scope: Scope, results: dict[str, Result]) -> FigureData:
-        """The charts with the `results` that are known, by the points' keys."""
-        return FigureData(scope, self.charts(scope), results)
-
-    def finding(self, data: FigureData) -> str:
+    def finding(self) -> str:
         """The sentences; or why there are none."""
-        if text := " ".join(self.sentences(data)):
+        if text := " ".join(self.sentences()):
             return text
-        if problems := data.problems():
+        if problems := self.problems():
             return f"Too few points have a time: {', '.join(map(brief, problems))}."
         return "Nothing is measured yet."
 
-    def claim(self, data: FigureData) -> str:
+    def claim(self) -> str:
         """The paper's claim beside this machine's figures."""
-        here = ", ".join(self.here(data)) or self.missing(data.scope)
+        here = ", ".join(self.here()) or self.missing()
         return f"{self.claimed} {here}." if self.claimed.endswith(":") else self.claimed
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for chart in self.charts for entry in chart.entries]
+
+    def of(self, entry: Entry) -> Result | None:
+        """The result of `entry`; None if it is not known yet."""
+        return self.results.get(entry.point.key)
+
+    def lines(self, chart: Chart) -> dict[str, Line]:
+        """The series of a chart: entries with known results, problems included, in order of x."""
+        lines: dict[str, Line] = {entry.series: [] for entry in chart.entries}
+        for entry in sorted(chart.entries, key=lambda entry: entry.x):
+            if (result := self.of(entry)) is not None:
+                lines[entry.series].append((entry, result))
+        return lines
+
+    def times(self, chart: Chart, series: str) -> Curve:
+        """The times of a series where there are any; x has six digits after the point."""
+        line = self.lines(chart).get(series, [])
+        return {round(entry.x, 6): result.seconds for entry, result in line if result.seconds}
+
+    def problems(self) -> list[str]:
+        """The reasons why entries have no time, each once."""
+        known = map(self.of, self.entries)
+        return list(dict.fromkeys(of.problem for of in known if of and of.problem))
+
+    def panels(self, *, parts: bool = True) -> list[Panel]:
+        """The pictures, with those that show a part of another one if `parts`."""
+        return [
+            self.panel(chart, shown)
+            for chart in self.charts
+            for shown in chart.shown
+            if parts or shown.until is None
+            if not shown.needed
+            or any(shown.needed(of) for e in chart.entries if (of := self.of(e)))
+        ]
+
+    def panel(self, chart: Chart, shown: Quantity) -> Panel:
+        """The values of each result; what has none is a marker at its place, with the reason."""
+        end = math.inf if shown.until is None else shown.until
+        series: list[Series] = []
+        for name, line in self.lines(chart).items():
+            if shown.only not in (None, name):
+                continue
+            drawn = [(entry.x, result) for entry, result in line if entry.x <= end]
+            for kind in get_args(Source):
+                known = [(x, shown.value(result)) for x, result in drawn if result.source == kind]
+                points = [(x, y) for x, y in known if y is not None]
+                series += [Series(name=name, points=points, kind=kind)] if points else []
+            missing: dict[str, list[tuple[float, float]]] = {}
+            for x, result in drawn:
+                if result.problem:
+                    missing.setdefault(brief(result.problem), []).append((x, 0.0))
+            series += [
+                Series(name=name, points=points, kind="missing", note=reason)
+                for reason, points in missing.items()
+            ]
+        for bound in shown.lines:
+            series.append(replace(bound, points=[(x, y) for x, y in bound.points if x <= end]))
+        looks = {of.name: getattr(chart, of.name) for of in fields(Axes)}
+        looks |= {"title": chart.title + shown.title, "log_y": shown.log}
+        looks |= {"root_x": chart.root_x and shown.until is None}
+        return Panel(**looks, y=shown.axis, series=series)
+
+    def gains(self, chart: Chart) -> list[tuple[str, float, float]]:
+        """(series, x, factor) by which a chart's first series is faster than each other at most."""
+        first, *others = self.lines(chart)
+        found = [(of, largest(self.times(chart, first), self.times(chart, of))) for of in others]
+        return [(other, *gain) for other, gain in found if gain]
 
 
 def scaled(name: str, scale: float) -> Callable[[Result], float | None]:
@@ -132,13 +206,6 @@ def largest(curve: Curve, other: Curve) -> tuple[float, float] | None:
     """(x, factor) by which `curve` is faster than `other` at most, where both have a time."""
     factors = {x: other[x] / s for x, s in curve.items() if x in other}
     return max(factors.items(), key=lambda of: of[1], default=None)
-
-
-def gains(data: FigureData, chart: Chart) -> list[tuple[str, float, float]]:
-    """(series, x, factor) by which a chart's first series is faster than each other one at most."""
-    first, *others = data.lines(chart)
-    found = [(of, largest(data.times(chart, first), data.times(chart, of))) for of in others]
-    return [(other, *gain) for other, gain in found if gain]
 
 
 def factor(value: float) -> str:

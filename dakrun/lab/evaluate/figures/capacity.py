@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from dakrun.hardware import load_profile
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import STEP, Figure, scaled
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
@@ -88,7 +88,7 @@ class Capacity(Figure):
 
     cases: ClassVar[Sequence[Case]]
 
-    def chart(self, model: str, budget: int, cases: Sequence[Case], scope: Scope) -> Chart:
+    def chart(self, model: str, budget: int, cases: Sequence[Case]) -> Chart:
         """`model` with `budget` bytes of HBM."""
         name = f"{model} in {budget / 1e9:.0f} GB"
 
@@ -97,58 +97,58 @@ class Capacity(Figure):
             more: dict[str, Any] = {"prompt_len": prompt, "hbm_budget": budget}
             more |= {"transport": "staged"} if series == COPIED else {}
             rank = 1 + (batch * prompt > 1 << 16) + (series == COPIED)
-            return Entry(series, x, scope.step(model, batch, None, **more), rank)
+            return Entry(series, x, self.scope.step(model, batch, None, **more), rank)
 
         def rivals(x: int) -> Iterator[Entry]:
             """Other programs, with as many of the weights outside as the budget needs."""
             batch, prompt = cases[x]
-            whole = scope.roomy().plan(scope.step(model, batch, 0.0, prompt_len=prompt))
+            whole = self.scope.roomy().plan(self.scope.step(model, batch, 0.0, prompt_len=prompt))
             excess = max(0.0, sum(whole.memory(0).values()) - budget)
             ratio = min(1.0, math.ceil(1e4 * excess / whole.weight_bytes) / 1e4)
-            for name in scope.rivals:
-                step = scope.step(model, batch, ratio, prompt_len=prompt, by=name)
+            for name in self.scope.rivals:
+                step = self.scope.step(model, batch, ratio, prompt_len=prompt, by=name)
                 yield Entry(name, x, replace(step, hbm_budget=budget), 3)
 
         paper = [(x, PERCENT.get(case, 0.0)) for x, case in enumerate(cases)]
         line = Series(name="paper, GH200", kind="line", points=paper)
         ratios = Quantity(
-            f"bytes that {scope.near} cannot hold (%)", required, title=": required ratio",
+            f"bytes that {self.scope.near} cannot hold (%)", required, title=": required ratio",
             only=CHOICE, lines=[line] if (model, budget) == (MODEL, ROOM) else [],
             needed=lambda of: bool(of.required_ratio or of.short_of_memory),
         )  # fmt: skip
-        shown = [CHOICE] if scope.quick else [CHOICE, COPIED]
+        shown = [CHOICE] if self.scope.quick else [CHOICE, COPIED]
         return Chart(
             name=name, title=name, x="batch x prompt length (requests x tokens)",
             shown=[STEP, ratios], categories=[named(case) for case in cases],
             entries=[entry(x, series) for x in range(len(cases)) for series in shown]
-            + [of for x in range(0 if scope.quick else len(cases)) for of in rivals(x)],
+            + [of for x in range(0 if self.scope.quick else len(cases)) for of in rivals(x)],
         )  # fmt: skip
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            known = [of for of in data.lines(chart)[CHOICE] if of[1].seconds]
+    def sentences(self) -> Iterator[str]:
+        for chart in self.charts:
+            known = [of for of in self.lines(chart)[CHOICE] if of[1].seconds]
             for entry, result in known[-1:]:
                 case, step = chart.where(entry.x), format_seconds(result.seconds or 0)
-                part = f" with {result.ratio:.1%} outside {data.scope.near}" if result.ratio else ""
+                part = f" with {result.ratio:.1%} outside {self.scope.near}" if result.ratio else ""
                 yield f"{chart.name}: {case} takes {step} a step{part}."
-        yield from super().sentences(data)
+        yield from super().sentences()
 
-    def needed(self, data: FigureData, name: str) -> dict[str, float]:
+    def needed(self, name: str) -> dict[str, float]:
         """The required percent of each case of the chart `name`, where it is above 0."""
         return {
             chart.where(entry.x): value
-            for chart in data.charts
+            for chart in self.charts
             if chart.name == name
-            for entry, result in data.lines(chart)[CHOICE]
+            for entry, result in self.lines(chart)[CHOICE]
             if (value := required(result))
         }
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        needed = self.needed(data, f"{self.model_of(data.scope)} in 96 GB")
+    def here(self) -> Iterator[str]:
+        needed = self.needed(f"{self.model_of()} in 96 GB")
         yield from (f"{value:.1f}% for {case}" for case, value in needed.items())
-        yield from super().here(data)
+        yield from super().here()
 
-    def model_of(self, scope: Scope) -> str:
+    def model_of(self) -> str:
         """The paper's model."""
         return MODEL
 
@@ -165,18 +165,18 @@ class InHbm(Capacity):
     claimed = f"Paper: the required ratios of OPT-30B in 96 GB are {OF_PAPER}. Here:"
     cases = ((8, 32), *PERCENT)
 
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
         """All cases of the paper for its model; fewer of others in a quick run."""
-        few = self.cases[::2] if scope.quick else self.cases
+        few = self.cases[::2] if self.scope.quick else self.cases
         return [
-            self.chart(model, budget, self.cases if model == MODEL else few, scope)
-            for model in scope.models
+            self.chart(model, budget, self.cases if model == MODEL else few)
+            for model in self.scope.models
             for budget in (ROOM, SMALL_ROOM)
         ]
 
-    def table(self, data: FigureData) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         """Required ratios of the paper's cases: the paper's, the planner's, those of this run."""
-        here = self.needed(data, f"{MODEL} in 96 GB")
+        here = self.needed(f"{MODEL} in 96 GB")
         head = ["required ratio (%), opt-30b in 96 GB", "paper, GH200", "GiB of weights + GB of KV"]
         body = [
             [case, *(f"{of:.1f}" for of in values), f"{here[case]:.1f}" if case in here else "-"]
@@ -184,16 +184,17 @@ class InHbm(Capacity):
         ]
         return [[*head, "GB of both", "dakrun's planner, gh200", "here"], *body]
 
-    def missing(self, scope: Scope) -> str:
+    def missing(self) -> str:
         absent = f"{MODEL} is not among the models"
-        return super().missing(scope) if MODEL in scope.models else absent
+        return super().missing() if MODEL in self.scope.models else absent
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
+        size = self.scope.profile.tier(self.scope.remote).capacity_bytes / 1e9
         return [
             counting(),
             "The 50 GB card is this one with a budget of HBM: its bandwidth is not smaller.",
-            f"The remote tier has {scope.profile.tier(scope.remote).capacity_bytes / 1e9:,.0f} GB "
-            "here; the paper's RTX PRO 6000 has 512 GB of host memory.",
+            f"The remote tier has {size:,.0f} GB here; the paper's RTX PRO 6000 has 512 GB of host "
+            "memory.",
         ]
 
 
@@ -209,15 +210,15 @@ class ManyRequests(Capacity):
     claimed = "Paper: OPT-6.7B for 8 x 32 to 512 x 1,024 in 96 GB on GH200. Required ratios here:"
     cases = ((8, 32), (256, 1024), (512, 512), (512, 1024))
 
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
         """A CPU takes long for more than one case."""
-        count = 1 if scope.profile.device == "cpu" else 2 if scope.quick else None
-        return [self.chart(self.model_of(scope), ROOM, self.cases[:count], scope)]
+        count = 1 if self.scope.profile.device == "cpu" else 2 if self.scope.quick else None
+        return [self.chart(self.model_of(), ROOM, self.cases[:count])]
 
-    def model_of(self, scope: Scope) -> str:
+    def model_of(self) -> str:
         """OPT-6.7B, or else the first model."""
-        return "opt-6.7b" if "opt-6.7b" in scope.models else next(iter(scope.models))
+        return "opt-6.7b" if "opt-6.7b" in self.scope.models else next(iter(self.scope.models))
 
-    def notes(self, scope: Scope) -> list[str]:
-        size = scope.profile.tier(scope.remote).capacity_bytes / 1e9
+    def notes(self) -> list[str]:
+        size = self.scope.profile.tier(self.scope.remote).capacity_bytes / 1e9
         return [f"The remote tier has {size:,.0f} GB here: cases that need more have no time."]

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import Figure, scaled
 from dakrun.lab.evaluate.points import ReadPoint
-from dakrun.lab.evaluate.scope import Scope
 from dakrun.units import format_bytes, format_rate
 
 OTHERS, FIXED = "all other SMs on HBM", "100 SMs on HBM"
@@ -29,11 +28,11 @@ class LinkReads(Figure):
         "saturate the link only cost HBM. HBM's loss here, with the most bytes in flight:"
     )
 
-    def charts(self, scope: Scope) -> list[Chart]:
-        tier, most = scope.profile.tier(scope.remote), scope.profile.sms
+    def make_charts(self) -> list[Chart]:
+        tier, most = self.scope.profile.tier(self.scope.remote), self.scope.profile.sms
         sms, window = min(max(tier.sms, 1), most), max(tier.window_bytes, 1 << 18)
-        sizes = [1 << shift for shift in ((14, 18, 20, 22) if scope.quick else range(14, 24))]
-        counts = [1 << power for power in ((0, 3, 5) if scope.quick else range(7))]
+        sizes = [1 << shift for shift in ((14, 18, 20, 22) if self.scope.quick else range(14, 24))]
+        counts = [1 << power for power in ((0, 3, 5) if self.scope.quick else range(7))]
         # (x, SMs on the link, bytes in flight)
         by_size = [(size / 1024, sms, size) for size in sizes if size <= SM_BYTES * sms]
         by_sms = [(float(n), n, min(window, SM_BYTES * n)) for n in counts if n < most]
@@ -44,7 +43,7 @@ class LinkReads(Figure):
         )  # fmt: skip
 
         def entry(series: str, x: float, sms: int, size: int, hbm_sms: int) -> Entry:
-            read = ReadPoint(remote=scope.remote, sms=sms, in_flight=size, hbm_sms=hbm_sms)
+            read = ReadPoint(remote=self.scope.remote, sms=sms, in_flight=size, hbm_sms=hbm_sms)
             return Entry(series, x, read, 1 if series == OTHERS else 2)
 
         return [
@@ -52,28 +51,28 @@ class LinkReads(Figure):
                 name=name, title="", x=axis, log_x=True, marks=[mark],
                 shown=[
                     Quantity(f"{what} (GB/s)", scaled(key, 1e-9), title=f"{what}, by {name}")
-                    for what, key in ((scope.near, "hbm_bytes_per_s"),
-                                      (f"the link to {scope.remote}", "remote_bytes_per_s"))
+                    for what, key in ((self.scope.near, "hbm_bytes_per_s"),
+                                      (f"the link to {self.scope.remote}", "remote_bytes_per_s"))
                 ],
                 entries=[entry(OTHERS, x, n, size, max(most - n, 1)) for x, n, size in reads] + [
                     entry(FIXED, *of, FIXED_SMS)
                     for of in reads
-                    if not scope.quick and most > FIXED_SMS and of[1] <= most - FIXED_SMS
+                    if not self.scope.quick and most > FIXED_SMS and of[1] <= most - FIXED_SMS
                 ],
             )
             for name, axis, reads, mark in kinds
         ]  # fmt: skip
 
-    def rates(self, data: FigureData) -> list[tuple[float, float, float]]:
+    def rates(self) -> list[tuple[float, float, float]]:
         """(KiB in flight, bytes/s of the link, bytes/s of HBM), in order."""
         return [
             (entry.x, result.remote_bytes_per_s, result.hbm_bytes_per_s)
-            for entry, result in data.lines(data.charts[0]).get(OTHERS, [])
+            for entry, result in self.lines(self.charts[0]).get(OTHERS, [])
             if result.remote_bytes_per_s and result.hbm_bytes_per_s
         ]
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        if not (rates := self.rates(data)):
+    def sentences(self) -> Iterator[str]:
+        if not (rates := self.rates()):
             return
         _, link, hbm = map(max, zip(*rates, strict=True))
         enough = next(x for x, rate, _ in rates if rate >= KEPT * link)
@@ -89,14 +88,14 @@ class LinkReads(Figure):
             "best."
         )
 
-    def here(self, data: FigureData) -> list[str]:
-        rates = [rate for *_, rate in self.rates(data)]
+    def here(self) -> list[str]:
+        rates = [rate for *_, rate in self.rates()]
         return [f"{max(1 - rates[-1] / max(rates), 0):.0%}"] if rates else []
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         predicted = ["The planner does not model congestion: predicted rates of HBM never fall."]
         return [
-            *(predicted if scope.predict else []),
+            *(predicted if self.scope.predict else []),
             "The paper fixes 100 SMs on HBM; here all SMs that do not read the link do. The full "
             "run shows both.",
             "The link's rate is the lower of the link's own and of the memory behind it. Another "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import LAUNCH, STEP_LINEAR, Figure, factor, scaled
 from dakrun.lab.evaluate.points import ProductPoint, Result
 from dakrun.lab.evaluate.predict import predict
@@ -36,27 +36,27 @@ class ByRows(Figure):
     shown: ClassVar[tuple[Quantity, ...]]
     first: ClassVar[int]  # rank of the most telling points
 
-    def charts(self, scope: Scope) -> list[Chart]:
-        model, op = next(iter(scope.models)), MATRIX
-        if scope.profile.device == "cpu":  # where that matrix takes minutes
-            op = max(scope.products(model, n=1), key=lambda op: op.resident_bytes).name
+    def make_charts(self) -> list[Chart]:
+        model, op = next(iter(self.scope.models)), MATRIX
+        if self.scope.profile.device == "cpu":  # where that matrix takes minutes
+            op = max(self.scope.products(model, n=1), key=lambda op: op.resident_bytes).name
 
         def entry(series: str, n: int) -> Entry:
-            point = scope.op(ProductPoint, model, 1.0, op=op, n=n, without=SERIES[series])
+            point = self.scope.op(ProductPoint, model, 1.0, op=op, n=n, without=SERIES[series])
             return Entry(series, n, point, self.first + (n not in (512, 1024)))
 
         return [
             Chart(
                 name=op, x=ROWS, shown=self.shown, log_x=True, place="N = {:,.0f}",
-                title=f"{op}, all of it in {scope.remote}",
-                entries=[entry(series, n) for series in series_of(scope) for n in COUNTS],
+                title=f"{op}, all of it in {self.scope.remote}",
+                entries=[entry(series, n) for series in series_of(self.scope) for n in COUNTS],
             )
         ]  # fmt: skip
 
-    def missing(self, scope: Scope) -> str:
-        if scope.profile.card.clusters:
-            return super().missing(scope)
-        return f"{scope.profile.device_name} has no clusters, and so no multicast"
+    def missing(self) -> str:
+        if self.scope.profile.card.clusters:
+            return super().missing()
+        return f"{self.scope.profile.device_name} has no clusters, and so no multicast"
 
 
 def series_of(scope: Scope) -> list[str]:
@@ -83,13 +83,13 @@ class LinkBytes(ByRows):
     )
     first = 1
 
-    def table(self, data: FigureData) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         """Bytes over the link by N."""
-        return rows(data.panel(data.charts[0], self.shown[1]))
+        return rows(self.panel(self.charts[0], self.shown[1]))
 
-    def repeated(self, data: FigureData) -> tuple[Entry, Entry] | None:
+    def repeated(self) -> tuple[Entry, Entry] | None:
         """The entries with and without multicast at the largest N for which both have bytes."""
-        lines = data.lines(data.charts[0])
+        lines = self.lines(self.charts[0])
         once, again = (
             {entry.x: entry for entry, of in lines.get(name, []) if crossings(of)}
             for name in SERIES
@@ -97,24 +97,24 @@ class LinkBytes(ByRows):
         most = max(once.keys() & again.keys(), default=None)
         return None if most is None else (once[most], again[most])
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        if both := self.repeated(data):
-            found = (data.of(entry) for entry in both)
-            tiles = (predict(entry.point, data.scope) for entry in both)
+    def sentences(self) -> Iterator[str]:
+        if both := self.repeated():
+            found = (self.of(entry) for entry in both)
+            tiles = (predict(entry.point, self.scope) for entry in both)
             once, again, *asked = (crossings(of) or 0.0 for of in (*found, *tiles))
             yield (
-                f"{data.charts[0].name}: with N = {both[0].x:,.0f} a byte of the weight crosses "
+                f"{self.charts[0].name}: with N = {both[0].x:,.0f} a byte of the weight crosses "
                 f"the link {once:.3g} x with multicast and {again:.3g} x without."
             )
-            if not data.scope.predict:
+            if not self.scope.predict:
                 yield "The tiles of the launches ask for {:.3g} x and {:.3g} x.".format(*asked)
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        if both := self.repeated(data):
-            once, again = (crossings(data.of(entry)) or 0.0 for entry in both)
+    def here(self) -> Iterator[str]:
+        if both := self.repeated():
+            once, again = (crossings(self.of(entry)) or 0.0 for entry in both)
             yield f"it saves {1 - once / again:.0%}"
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         return [
             TILES,
             "Bytes are the time of a launch that the link limits, times the link's rate. That is "
@@ -137,27 +137,27 @@ class Multicast(ByRows):
     shown = (replace(LAUNCH, log=True),)
     first = 0
 
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
         """The products, and whole decode steps of the first model."""
-        name = f"{(model := next(iter(scope.models)))}, decode step"
+        name = f"{(model := next(iter(self.scope.models)))}, decode step"
 
         def entry(series: str, batch: int) -> Entry:
             more = {"transport": "direct", "without": SERIES[series]}
-            return Entry(series, batch, scope.step(model, batch, 0.1, **more), 2)
+            return Entry(series, batch, self.scope.step(model, batch, 0.1, **more), 2)
 
-        batches = (512,) if scope.quick else (256, 512, 1024)
+        batches = (512,) if self.scope.quick else (256, 512, 1024)
         steps = Chart(
-            name=name, title=f"{name}, 10% outside {scope.near}", x=f"batch: {ROWS}",
+            name=name, title=f"{name}, 10% outside {self.scope.near}", x=f"batch: {ROWS}",
             shown=[STEP_LINEAR], log_x=True, place="N = {:,.0f}",
-            entries=[entry(series, n) for n in batches for series in series_of(scope)],
+            entries=[entry(series, n) for n in batches for series in series_of(self.scope)],
         )  # fmt: skip
-        return [*super().charts(scope), steps]
+        return [*super().make_charts(), steps]
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        one, other = (data.times(data.charts[0], series) for series in SERIES)
+    def here(self) -> Iterator[str]:
+        one, other = (self.times(self.charts[0], series) for series in SERIES)
         for n in (512, 1024):
             if n in one and n in other:
                 yield f"{factor(other[n] / one[n])} at {n:,}"
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         return [TILES]

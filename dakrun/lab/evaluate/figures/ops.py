@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import Figure, factor, fastest, scaled, thresholds
 from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint
-from dakrun.lab.evaluate.scope import Scope
 from dakrun.plan import Op
 
 LENGTHS = {8: 1024, 512: 128}  # positions of a slot by batch
@@ -27,12 +26,12 @@ class OpRatios(Figure):
         "memory both are the ratio of the bandwidths. Here, fastest with few rows at:"
     )
 
-    def charts(self, scope: Scope) -> list[Chart]:
-        models = list(scope.models)[: 1 if scope.quick else None]
-        return [self._chart(model, batch, scope) for model in models for batch in LENGTHS]
+    def make_charts(self) -> list[Chart]:
+        models = list(self.scope.models)[: 1 if self.scope.quick else None]
+        return [self._chart(model, batch) for model in models for batch in LENGTHS]
 
-    def _chart(self, model: str, batch: int, scope: Scope) -> Chart:
-        length = LENGTHS[batch]
+    def _chart(self, model: str, batch: int) -> Chart:
+        scope, length = self.scope, LENGTHS[batch]
         ops = [of for of in scope.ops(model, batch_size=batch, prompt_len=length) if of.in_layer]
         ratios = scope.some_ratios()
         if batch > 8:  # thresholds of many rows lie further right
@@ -58,14 +57,14 @@ class OpRatios(Figure):
                 for ratio in (slots if op.category == "attention" else ratios)
             ],
             root_x=True,
-            marks=list(self._marks(model, ops, scope)),
+            marks=list(self._marks(model, ops)),
         )
 
-    def _marks(self, model: str, ops: list[Op], scope: Scope) -> Iterator[tuple[float, str]]:
+    def _marks(self, model: str, ops: list[Op]) -> Iterator[tuple[float, str]]:
         """The thresholds by rates alone; those that several ops share are one mark."""
         shared: dict[tuple[float, str], list[str]] = {}
         for op in ops:
-            a, b = (100 * x for x in thresholds(op, scope.models[model].dtype, scope))
+            a, b = (100 * x for x in thresholds(op, self.scope.models[model].dtype, self.scope))
             same = abs(a - b) < 0.2
             for x, letter in [(a, "a = b")] if same else [(a, "a"), (b, "b")]:
                 shared.setdefault((round(x, 1), letter), []).append(op.name)
@@ -73,9 +72,9 @@ class OpRatios(Figure):
             if x > 0:
                 yield x, f"{letter}: {'all' if len(names) == len(ops) else ', '.join(names)}"
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            curves = {op: data.times(chart, op) for op in data.lines(chart)}
+    def sentences(self) -> Iterator[str]:
+        for chart in self.charts:
+            curves = {op: self.times(chart, op) for op in self.lines(chart)}
             known = [
                 (base / best[1], op, best[0])
                 for op, curve in curves.items()
@@ -85,19 +84,19 @@ class OpRatios(Figure):
             if gain > 1.005:
                 yield (
                     f"{chart.name}: {op} gains most, {factor(gain)} with {x:.2g}% outside "
-                    f"{data.scope.near}."
+                    f"{self.scope.near}."
                 )
             elif known:
-                yield f"{chart.name}: no op gains from bytes outside {data.scope.near}."
+                yield f"{chart.name}: no op gains from bytes outside {self.scope.near}."
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        for op in data.lines(data.charts[0]):
-            if best := fastest(data.times(data.charts[0], op)):
+    def here(self) -> Iterator[str]:
+        for op in self.lines(self.charts[0]):
+            if best := fastest(self.times(self.charts[0], op)):
                 yield f"{op} {best[0]:.2g}%"
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         return [
-            f"a and b are {100 * scope.turning_point:.2g}% for ops bound by memory on this "
+            f"a and b are {100 * self.scope.turning_point:.2g}% for ops bound by memory on this "
             "profile. They follow from rates alone, without launches and uneven SMs.",
             "Where there are too few remote bytes to fill an SM, SMs read both tiers in dakrun; in "
             "the paper each SM reads one.",

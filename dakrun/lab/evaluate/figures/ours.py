@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData, Quantity
+from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
 from dakrun.lab.evaluate.figures.base import STEP, Figure, factor, faster, largest, scaled
 from dakrun.lab.evaluate.points import FilePoint
-from dakrun.lab.evaluate.scope import Scope
 
 CHOICE, FILE = "planner's choice for each op", "tokens of all requests"
 RATIOS: dict[str, float | None] = {
@@ -25,7 +24,8 @@ class Ours(Figure):
     )
     claimed = "Paper: no such figure."
 
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
+        scope = self.scope
         others = [tier.name for tier in scope.profile.remote if tier.name != scope.remote]
         series = [(of, of, scope.remote) for of in ("direct", "staged")]
         series += [(CHOICE, "", scope.remote)]
@@ -46,7 +46,11 @@ class Ours(Figure):
 
         def file(ratio: float | None) -> FilePoint:
             return FilePoint(
-                model=model, requests=requests, longest=longest, ratio=ratio, remote=scope.remote
+                model=model,
+                requests=requests,
+                longest=longest,
+                ratio=ratio,
+                remote=scope.remote,
             )
 
         name = f"{model}, whole file"
@@ -60,23 +64,23 @@ class Ours(Figure):
         )
         return [*steps, whole]
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        (*steps, whole), near = data.charts, data.scope.near
+    def sentences(self) -> Iterator[str]:
+        (*steps, whole), near = self.charts, self.scope.near
         for chart in steps:
-            direct, staged = (data.times(chart, name) for name in ("direct", "staged"))
+            direct, staged = (self.times(chart, name) for name in ("direct", "staged"))
             alone = {x: min(s, staged[x]) for x, s in direct.items() if x in staged}
-            if (gain := largest(data.times(chart, CHOICE), alone)) is not None:
+            if (gain := largest(self.times(chart, CHOICE), alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
                 yield f"{chart.name}: at most, at {gain[0]:.2g}% outside {near}, {clause}."
-        rates = {entry.x: result.tokens_per_s for entry, result in data.lines(whole)[FILE]}
+        rates = {entry.x: result.tokens_per_s for entry, result in self.lines(whole)[FILE]}
         if (base := rates.get(0)) and (rate := rates.get(1)):
             yield (
                 f"{whole.name}: {rate:,.0f} tokens/s with 10% outside {near}, "
                 f"{factor(rate / base)} of all in {near}."
             )
 
-    def notes(self, scope: Scope) -> list[str]:
-        _, direct, staged = scope.rates
+    def notes(self) -> list[str]:
+        _, direct, staged = self.scope.rates
         return [
             f"The copy engine moves {factor(staged / direct)} the bytes of direct reads on this "
             "link, but its bytes pass HBM twice. On an H200 over PCIe 5.0 copying is faster from "

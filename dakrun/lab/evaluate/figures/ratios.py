@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from dakrun.lab.evaluate.charts import Chart, Entry, FigureData
+from dakrun.lab.evaluate.charts import Chart, Entry
 from dakrun.lab.evaluate.figures.base import (
     EB,
     STEP,
@@ -35,27 +35,27 @@ class Ratios(Figure):
 
     batch_size: ClassVar[int]
 
-    def charts(self, scope: Scope) -> list[Chart]:
-        return [self._chart(model, scope) for model in scope.models]
+    def make_charts(self) -> list[Chart]:
+        return [self._chart(model) for model in self.scope.models]
 
-    def _chart(self, model: str, scope: Scope) -> Chart:
-        batch, telling = self.batch_size, {0.0, round(scope.turning_point, 4), 0.1}
+    def _chart(self, model: str) -> Chart:
+        batch, telling = self.batch_size, {0.0, round(self.scope.turning_point, 4), 0.1}
 
         def entry(transport: str, ratio: float) -> Entry:
-            step = scope.step(model, batch, ratio, transport=transport if ratio else None)
+            step = self.scope.step(model, batch, ratio, transport=transport if ratio else None)
             return Entry(transport, 100 * ratio, step,
                          0 if ratio in telling and transport == "direct" else 1)  # fmt: skip
 
-        ratios = scope.ratios() if batch < 64 else scope.some_ratios()
+        ratios = self.scope.ratios() if batch < 64 else self.scope.some_ratios()
         entries = [entry(transport, ratio) for transport in TRANSPORTS for ratio in ratios]
         entries += [
-            Entry(rival, 100 * ratio, scope.step(model, batch, ratio, by=rival), rank)
-            for rival, ratio, rank in self.rivals(scope)
+            Entry(rival, 100 * ratio, self.scope.step(model, batch, ratio, by=rival), rank)
+            for rival, ratio, rank in self.rivals()
         ]
         names = "ideal: {} and link together", "bound of prefetching: all bytes through {}"
         lines = [
-            (name.format(scope.near), bound)
-            for name, bound in zip(names, bounds(model, batch, scope), strict=True)
+            (name.format(self.scope.near), bound)
+            for name, bound in zip(names, bounds(model, batch, self.scope), strict=True)
         ]
         eb, step = (
             replace(quantity, lines=[
@@ -65,26 +65,26 @@ class Ratios(Figure):
             for quantity, which, scale in ((EB, 0, 1e-9), (STEP, 1, 1e3))
         )  # fmt: skip
         near = replace(eb, title=f": the first {NEAR}%", until=NEAR)
-        return Chart(name=model, title=f"{model}, batch {batch}", x=scope.outside, root_x=True,
+        return Chart(name=model, title=f"{model}, batch {batch}", x=self.scope.outside, root_x=True,
                      shown=[eb, near, step], entries=entries)  # fmt: skip
 
-    def rivals(self, scope: Scope) -> Iterator[tuple[str, float, int]]:
+    def rivals(self) -> Iterator[tuple[str, float, int]]:
         """(rival, ratio, rank): all in HBM for transformers, a few ratios for those that offload.
 
         Fewer with many rows in a quick run.
         """
-        few = [0.1] if scope.quick else [0.1, 0.3, 0.6]
-        many = scope.quick and self.batch_size >= 64
-        outside = few if many else [x for x in scope.some_ratios() if x]
+        few = [0.1] if self.scope.quick else [0.1, 0.3, 0.6]
+        many = self.scope.quick and self.batch_size >= 64
+        outside = few if many else [x for x in self.scope.some_ratios() if x]
         ratios = {"transformers": [0.0], "prefetch": outside, "uva": outside}
-        for rival in scope.rivals:
+        for rival in self.scope.rivals:
             for ratio in ratios.get(rival, few):
                 yield rival, ratio, 1 if rival == "prefetch" else 2
 
-    def sentences(self, data: FigureData) -> Iterator[str]:
-        near = data.scope.near
-        for chart in data.charts:
-            direct, staged = (data.times(chart, name) for name in TRANSPORTS)
+    def sentences(self) -> Iterator[str]:
+        near = self.scope.near
+        for chart in self.charts:
+            direct, staged = (self.times(chart, name) for name in TRANSPORTS)
             if (best := fastest(direct)) is None:
                 continue
             base, least, x = direct.get(0.0), format_seconds(best[1]), best[0]
@@ -105,19 +105,19 @@ class Ratios(Figure):
             if (least_x := crossing(direct, staged)) is not None:
                 where = f"From about {least_x:.2g}% on" if least_x >= 0.05 else "At every ratio"
                 yield f"{where}, copies are faster."
-            for rival, (x, gain) in self.of_rivals(data, chart).items():
+            for rival, (x, gain) in self.of_rivals(chart).items():
                 yield f"At {x:.2g}%, {faster(gain, 'dakrun', rival)}."
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         once = "Predicted uva reads each byte once; cuBLAS may read it again for each tile of X."
-        return [once] if scope.predict and "uva" in scope.rivals else []
+        return [once] if self.scope.predict and "uva" in self.scope.rivals else []
 
-    def of_rivals(self, data: FigureData, chart: Chart) -> dict[str, tuple[float, float]]:
+    def of_rivals(self, chart: Chart) -> dict[str, tuple[float, float]]:
         """(percent, factor) where the better transport gains most on each rival."""
-        direct, staged = (data.times(chart, name) for name in TRANSPORTS)
+        direct, staged = (self.times(chart, name) for name in TRANSPORTS)
         best = {x: min(s, staged.get(x, s)) for x, s in direct.items()}
-        rivals = [name for name in data.lines(chart) if name not in TRANSPORTS]
-        found = {name: largest(best, data.times(chart, name)) for name in rivals}
+        rivals = [name for name in self.lines(chart) if name not in TRANSPORTS]
+        found = {name: largest(best, self.times(chart, name)) for name in rivals}
         return {name: gain for name, gain in found.items() if gain}
 
 
@@ -171,17 +171,17 @@ class SmallBatch(Ratios):
     )
     batch_size = FEW
 
-    def here(self, data: FigureData) -> Iterator[str]:
+    def here(self) -> Iterator[str]:
         most: dict[str, list[float]] = {}
-        for chart in data.charts:
-            curve = data.times(chart, "direct")
+        for chart in self.charts:
+            curve = self.times(chart, "direct")
             if (base := curve.get(0.0)) and (best := fastest(curve)):
-                most.setdefault(f"all in {data.scope.near}", []).append(base / best[1])
-            for name, (_, gain) in self.of_rivals(data, chart).items():
+                most.setdefault(f"all in {self.scope.near}", []).append(base / best[1])
+            for name, (_, gain) in self.of_rivals(chart).items():
                 most.setdefault(name, []).append(gain)
         yield from (f"{factor(max(of))} as fast as {name}" for name, of in most.items())
-        for chart in data.charts:
-            for entry, result in data.lines(chart)["direct"]:
+        for chart in self.charts:
+            for entry, result in self.lines(chart)["direct"]:
                 if math.isclose(entry.x, 10) and result.eb:
                     yield f"EB of {chart.name} at 10% {format_rate(result.eb)}"
 
@@ -202,9 +202,9 @@ class LargeBatch(Ratios):
     )
     batch_size = MANY
 
-    def here(self, data: FigureData) -> Iterator[str]:
-        for chart in data.charts:
-            curve = data.times(chart, "direct")
+    def here(self) -> Iterator[str]:
+        for chart in self.charts:
+            curve = self.times(chart, "direct")
             if base := curve.get(0.0):
                 free = max(x for x, seconds in curve.items() if seconds <= 1.02 * base)
                 yield f"up to {free:.2g}% of {chart.name}"
@@ -221,26 +221,26 @@ class Strategies(Figure):
     )
     claimed = "Paper: greedy up to 1.5 x as fast as uniform on GH200. Here, greedy is:"
 
-    def charts(self, scope: Scope) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
         def entry(model: str, name: str, ratio: float) -> Entry:
-            step = scope.step(model, MANY, ratio, transport="direct", strategy=name)
+            step = self.scope.step(model, MANY, ratio, transport="direct", strategy=name)
             return Entry(name, 100 * ratio, step, 1 if ratio in (0.1, 0.3) else 2)
 
-        ratios = [ratio for ratio in scope.some_ratios() if ratio]
+        ratios = [ratio for ratio in self.scope.some_ratios() if ratio]
         return [
-            Chart(name=model, title=f"{model}, batch {MANY}, read in place", x=scope.outside,
-                  shown=[STEP], root_x=True, place="{:.2g}% outside " + scope.near,
+            Chart(name=model, title=f"{model}, batch {MANY}, read in place", x=self.scope.outside,
+                  shown=[STEP], root_x=True, place="{:.2g}% outside " + self.scope.near,
                   entries=[entry(model, name, x) for name in ("greedy", "uniform") for x in ratios])
-            for model in scope.models
+            for model in self.scope.models
         ]  # fmt: skip
 
-    def notes(self, scope: Scope) -> list[str]:
+    def notes(self) -> list[str]:
         best = {
             model: max(
-                (uniform_over_greedy(model, step / STEPS, scope), step / STEPS)
+                (uniform_over_greedy(model, step / STEPS, self.scope), step / STEPS)
                 for step in range(1, STEPS)
             )
-            for model in scope.models
+            for model in self.scope.models
         }
         text = ", ".join(f"{factor(x)} at {at:.0%} for {model}" for model, (x, at) in best.items())
         if max(best.values())[0] < PAPER_GAIN:
