@@ -177,9 +177,9 @@ def test_costs_are_linear_in_the_rows() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema = 2", "schema = 9", "schema is 9"),
-        ("schema = 2\n", "", "schema is None"),
-        ("schema = 2", "schema = ", "not TOML"),
+        ("schema = 3", "schema = 9", "schema is 9"),
+        ("schema = 3\n", "", "schema is None"),
+        ("schema = 3", "schema = ", "not TOML"),
         ("sms = 132\n", "", "'sms' is missing"),
         ("sms = 132", "sms = 0", "sms is 0"),
         ("sms = 132", 'sms = "many"', "sms is 'many'"),
@@ -344,7 +344,7 @@ def test_profile_of_this_machine(
     assert "--profile" in caught.value.hint
 
 
-@pytest.mark.parametrize("content", [b"schema = 2\nname = ", b"schema = 2", b"\xff"])
+@pytest.mark.parametrize("content", [b"schema = 3\nname = ", b"schema = 3", b"\xff"])
 def test_a_damaged_profile_that_was_kept(content: bytes) -> None:
     folder = kept_profiles_dir()
     folder.mkdir(parents=True)

@@ -20,6 +20,7 @@ from dakrun.lab.probe.gemm_costs import (
     linear_sweep,
     many_rows_sweep,
     norm_sweep,
+    quantized_sweep,
     staged_seconds,
 )
 from dakrun.lab.probe.sweeps import Bench
@@ -178,13 +179,15 @@ def test_products_read_one_weight_after_the_other(bench: Bench, launches: Launch
 def test_quantized_weights_take_their_own_bytes(
     name: str, bench: Bench, launches: Launches
 ) -> None:
+    """With 16-bit scales per 128 columns, e2m1 with a byte per 16 and float32 per 128."""
+    bits = {"int4": 4.125, "int4_zeros": 4.25, "e2m1": 4.75, "eight_bits": 8.25}[name]
     stored = QUANTIZED_FORMATS[name]
-    sweep = linear_sweep(bench, stored)
-    bits = {"four_bits": 4, "eight_bits": 8}[name] + 16 / 128  # with a 16-bit scale per 128
-    small, large = 512 * 8 * 4096 * bits / 8, 3584 * 8 * 7168 * bits / 8
-    most = 96 * MIB // stored.row_block_bytes(7168) * stored.row_block_bytes(7168)
-    sizes = [small, min(large, most)]
-    assert points(sweep, "n", "op_bytes") == [(n, size) for n in (3, 64) for size in sizes]
+    sweep = quantized_sweep(bench, stored)
+    row_bytes = stored.row_block_bytes(7168)
+    large = min(3584, 96 * MIB // row_bytes) * row_bytes
+    sizes = [512 * 8 * 4096 * bits / 8, large, 512 * 8 * 14336 * bits / 8]
+    points_of = [(n, size) for n in (8, 16, 64, 130) for size in sizes]
+    assert points(sweep, "n", "op_bytes") == points_of
     assert {len(weight) for chain in launches.chains for weight in chain} == set(sizes)
 
 

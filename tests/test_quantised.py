@@ -165,7 +165,7 @@ def test_experts_may_be_quantized(name: str, tmp_path: Path) -> None:
     settings = settings | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}
     model = save(tmp_path, settings, write, config=config)
     llm = llm_of(tmp_path)
-    quantised = {op.op.name for op in llm.plan.weights() if op.op.code_bits}
+    quantised = {op.op.name for op in llm.plan.weights() if op.op.quantized}
     assert {"qkv", "o"} < quantised and len(quantised) == 4
     assert tokens_of(llm) == expected(model)
 

@@ -69,6 +69,13 @@ class Quantised(WeightFormat):
         return f"{self.code}, a scale per {self.group}" + (" with zeros" if self.zeros else "")
 
     @property
+    def kind(self) -> str:
+        """What products cost by: "int4", or with zeros "int4_zeros", "e2m1" or "eight_bits"."""
+        if self.bits == 8:
+            return "eight_bits"
+        return f"{self.code}_zeros" if self.zeros else self.code
+
+    @property
     def macros(self) -> dict[str, int]:  # type: ignore[override]
         """Macros of native/units.cuh."""
         return {

@@ -1,12 +1,14 @@
 """A machine in figures: profiles of bandwidths, rates and costs, in TOML files.
 
-profile.py has HardwareProfile, parts.py its parts, profile_toml.py its text, files.py the profiles
-that are shipped or kept, card.py the GPU as launches see it, kernels.py how kernels run on a card,
-or why they do not. Imports neither torch nor CUDA.
+profile.py has HardwareProfile, parts.py its parts, estimates.py costs that it has not measured,
+profile_toml.py its text, files.py the profiles that are shipped or kept, card.py the GPU as
+launches see it, kernels.py how kernels run on a card, or why they do not. Imports neither torch nor
+CUDA.
 """
 
 from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
 from dakrun.hardware.descriptions import describe_profile, spread_warning
+from dakrun.hardware.estimates import QUANTIZED
 from dakrun.hardware.files import (
     cpu_name,
     find_profile,
@@ -27,6 +29,7 @@ from dakrun.hardware.parts import (
     Published,
     RemoteTier,
     Sweep,
+    weight_rate,
 )
 from dakrun.hardware.profile import HardwareProfile
 from dakrun.hardware.profile_toml import SCHEMA, parse_profile, profile_text
@@ -36,6 +39,7 @@ __all__ = [
     "BARRIER_BYTES",
     "LOCAL",
     "MIN_SHARED_BYTES",
+    "QUANTIZED",
     "RUN_ON",
     "SCHEMA",
     "Card",
@@ -60,5 +64,6 @@ __all__ = [
     "save_profile",
     "shipped_profiles",
     "spread_warning",
+    "weight_rate",
     "why_no_kernels",
 ]

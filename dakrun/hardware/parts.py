@@ -133,7 +133,7 @@ class OpCosts:
             expected = f"at least {MIN_EFFICIENCY:g} and at most 1"
             raise bad(f"efficiencies are {list(self.efficiency)}", expected)
 
-    def at(self, n: int) -> tuple[float, float]:
+    def at(self, n: float) -> tuple[float, float]:
         """(seconds, efficiency) at `n` rows, interpolated linearly between those listed."""
         i, j = _around(self.rows, n)
         share = (n - self.rows[i]) / (self.rows[j] - self.rows[i]) if i < j else 0.0
@@ -142,6 +142,14 @@ class OpCosts:
             return values[i] + share * (values[j] - values[i])
 
         return between(self.seconds), between(self.efficiency)
+
+
+def weight_rate(n: int, hbm_rate: float, compute: ComputeRate, element_bytes: float = 2.0) -> float:
+    """Bytes/s of a weight whose product with `n` rows waits for HBM or arithmetic alone.
+
+    Each element, of `element_bytes`, takes 2 n FLOP. Efficiencies of products are shares of it.
+    """
+    return min(hbm_rate, compute.at(n) * element_bytes / (2 * n))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +266,7 @@ class Sweep:
         return list(zip(*map(self.column, names), strict=True))
 
 
-def _around(ns: Sequence[int], n: int) -> tuple[int, int]:
+def _around(ns: Sequence[int], n: float) -> tuple[int, int]:
     """Indices of the two neighbours of `n` in ascending `ns`; both the same outside its range."""
     above = bisect.bisect(ns, n)
     return max(0, above - 1), min(above, len(ns) - 1)

@@ -11,8 +11,9 @@ from typing import Literal
 
 from dakrun.config import Dtype
 from dakrun.errors import UsageError
-from dakrun.geometry import SPLITK_UNITS_MAX_ROWS
+from dakrun.hardware import estimates
 from dakrun.hardware.card import Card
+from dakrun.hardware.estimates import QUANTIZED
 from dakrun.hardware.parts import (
     MAX,
     MAX_SECONDS,
@@ -30,14 +31,6 @@ from dakrun.hardware.parts import (
     is_number,
 )
 
-QUANTIZED = {4: "four_bits", 8: "eight_bits"}  # costs of weights with elements of so many bits
-# Estimates where a profile has no costs of quantized weights: efficiencies over those of `linear`,
-# up to 16 rows of X and above, which are what the kernels are meant to reach. A CPU expands the
-# weights in each product; measured with AVX2, where that takes 10 to 30 times the product's time.
-ESTIMATED_EFFICIENCY = {
-    "cuda": {4: (0.86, 0.5), 8: (0.94, 0.75)},
-    "cpu": {4: (0.012, 0.012), 8: (0.02, 0.02)},
-}
 STAGED_SECONDS = 5.5e-6  # mean over OPT-6.7B's ops on an H200, 0.5 to 10% in host memory
 
 
@@ -45,12 +38,14 @@ STAGED_SECONDS = 5.5e-6  # mean over OPT-6.7B's ops on an H200, 0.5 to 10% in ho
 class HardwareProfile:
     """One machine. Bandwidths are in bytes/s, sizes in bytes, times in seconds.
 
-    `linear` has the costs of linear ops of few rows of X, `many_rows` of more rows, `four_bits` and
-    `eight_bits` of few rows and weights whose elements have so many bits, `attention` of attention
-    including its interference with the products beside it. `norm` has the costs of a norm ahead of
-    a linear op, beyond reading and writing X; `sampling` those of choosing the next tokens, beyond
-    reading logits. Costs that are None are not predicted, but those of quantized weights are
-    estimated (products_of). `staged_seconds` is the
+    `linear` has the costs of linear ops of few rows of X, `many_rows` of more rows, `attention` of
+    attention including its interference with the products beside it. `norm` has the costs of a norm
+    ahead of a linear op, beyond reading and writing X; `sampling` those of choosing the next
+    tokens, beyond reading logits. `int4` to `eight_bits` have the costs of products with quantized
+    weights, by the kind of their elements, of few rows and of many. `experts` has the costs of a
+    product with experts, by the rows of X that an expert has; `router` those of a norm and a router
+    ahead of it, beyond reading and writing X. Costs that are None are not predicted, but those of
+    quantized weights, experts and routers are estimated (estimates.py). `staged_seconds` is the
     extra time of an op with staged bytes, which waits for its copy instead of overlapping the op
     ahead of it. `kernel_model` has the constants of the CTA model. `link_groups` gives the total
     rate of each group of tiers, of a link or a memory; on a CPU the local tier is in one
@@ -76,8 +71,12 @@ class HardwareProfile:
     link_groups: Mapping[str, float] = field(default_factory=dict)
     hbm_group: str = ""
     many_rows: OpCosts | None = None
-    four_bits: OpCosts | None = None
+    int4: OpCosts | None = None
+    int4_zeros: OpCosts | None = None
+    e2m1: OpCosts | None = None
     eight_bits: OpCosts | None = None
+    experts: OpCosts | None = None
+    router: OpCosts | None = None
     norm: OpCosts | None = None
     sampling: OpCosts | None = None
     staged_seconds: float = STAGED_SECONDS
@@ -102,9 +101,7 @@ class HardwareProfile:
             raise bad(f"context_bytes is {self.context_bytes!r}", "an integer of at least 0")
         if not (is_number(self.staged_seconds) and 0 <= self.staged_seconds <= MAX_SECONDS):
             raise bad(f"staged_seconds is {self.staged_seconds!r}", f"0 to {MAX_SECONDS:g}")
-        few = (self.linear, self.four_bits, self.eight_bits)
-        most = max(costs.rows[-1] for costs in few if costs)
-        if self.many_rows and self.many_rows.rows[0] <= most:
+        if self.many_rows and self.many_rows.rows[0] <= self.linear.rows[-1]:
             raise bad(f"many_rows begin at {self.many_rows.rows[0]}", "above those of few rows")
         if not all(is_number(r) and MIN <= r <= MAX for r in self.link_groups.values()):
             raise bad("the rate of a link group is out of range", f"{MIN:g} to {MAX:g} bytes/s")
@@ -192,33 +189,7 @@ class HardwareProfile:
     @functools.cached_property
     def products(self) -> OpCosts:
         """Costs of linear ops by rows of X: the tables of few and of many rows in one."""
-        return self._with_many_rows(self.linear)
-
-    def products_of(self, bits: int) -> OpCosts:
-        """The same for weights whose elements have 4 or 8 `bits`; 0 stands for the model's dtype.
-
-        Estimated where the profile has no costs of such weights.
-        """
-        return self._quantized[bits] if bits else self.products
-
-    def measures(self, bits: int) -> bool:
-        """Whether the profile has costs of weights whose elements have 4 or 8 `bits`."""
-        return getattr(self, QUANTIZED[bits]) is not None
-
-    @functools.cached_property
-    def _quantized(self) -> dict[int, OpCosts]:
-        found = {}
-        for bits, name in QUANTIZED.items():
-            few, more = ESTIMATED_EFFICIENCY[self.device][bits]
-            rows = zip(self.linear.rows, self.linear.efficiency, strict=True)
-            efficiency = tuple(e * (few if n <= SPLITK_UNITS_MAX_ROWS else more) for n, e in rows)
-            estimate = replace(self.linear, efficiency=efficiency)
-            found[bits] = self._with_many_rows(getattr(self, name) or estimate)
-        return found
-
-    def _with_many_rows(self, few: OpCosts) -> OpCosts:
-        """Costs of few rows and of many."""
-        parts = [few] if self.many_rows is None else [few, self.many_rows]
+        parts = [self.linear] if self.many_rows is None else [self.linear, self.many_rows]
         names = ("rows", "seconds", "efficiency")
         return OpCosts(
             **{
@@ -226,6 +197,31 @@ class HardwareProfile:
                 for name in names
             }
         )
+
+    def products_of(self, kind: str) -> OpCosts:
+        """The same for quantized weights of a `kind` of QUANTIZED; "" for the model's dtype.
+
+        Estimated where the profile has none.
+        """
+        return self._quantized[kind] if kind else self.products
+
+    def measures(self, kind: str) -> bool:
+        """Whether the costs of a `kind` of QUANTIZED, or of "experts", are measured."""
+        return getattr(self, kind) is not None
+
+    @functools.cached_property
+    def _quantized(self) -> dict[str, OpCosts]:
+        return {kind: getattr(self, kind) or estimates.quantized(self, kind) for kind in QUANTIZED}
+
+    @functools.cached_property
+    def experts_or_estimate(self) -> OpCosts:
+        """Costs of a product with experts, by the rows of X that an expert has."""
+        return self.experts or estimates.experts(self)
+
+    @functools.cached_property
+    def router_or_estimate(self) -> OpCosts | None:
+        """Costs of a norm and the router behind it, by rows of X."""
+        return self.router or estimates.router(self)
 
     @property
     def comparable(self) -> bool:

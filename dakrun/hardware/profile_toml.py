@@ -12,6 +12,7 @@ from typing import Any
 
 from dakrun.config import DTYPE_BYTES, Dtype
 from dakrun.errors import UsageError
+from dakrun.hardware.estimates import QUANTIZED
 from dakrun.hardware.parts import (
     ComputeRate,
     KernelModel,
@@ -25,13 +26,11 @@ from dakrun.hardware.parts import (
     check_keys,
     is_number,
 )
-from dakrun.hardware.profile import QUANTIZED, STAGED_SECONDS, HardwareProfile
+from dakrun.hardware.profile import STAGED_SECONDS, HardwareProfile
 
-SCHEMA = 2
-COSTS = (  # tables under [costs]
-    *("linear", "many_rows", *QUANTIZED.values(), "norm", "attention", "sampling"),
-)
-OPTIONAL_COSTS = ("many_rows", *QUANTIZED.values(), "norm", "sampling")
+SCHEMA = 3
+OPTIONAL_COSTS = ("many_rows", *QUANTIZED, "experts", "router", "norm", "sampling")
+COSTS = ("linear", "attention", *OPTIONAL_COSTS)  # tables under [costs]
 
 
 def _fields(part: Any) -> list[str]:

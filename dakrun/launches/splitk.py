@@ -98,12 +98,10 @@ def split_row_blocks(
     """Assign `row_blocks` of each tier (the local one first) to the card's SMs, one CTA each.
 
     A remote tier gets the SMs of its limit, the local tier the rest. Local CTAs also take the
-    groups of the first mixed tier. An atom of W has `atom_bytes`. If warps may divide K in
-    MANY_K_SHARES, no tier's groups have more than TILE_ROW_BLOCKS.
+    groups of the first mixed tier. An atom of W has `atom_bytes`.
     """
     sms = card.sms
-    many = k_shares(sum(row_blocks), 1, card, atom_bytes) == MANY_K_SHARES
-    most = TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
+    most = most_row_blocks(sum(row_blocks), card, atom_bytes)
     mixed = _mixed_tier(row_blocks, tiers)
     others = row_blocks[mixed] if mixed else 0
     remote = [
@@ -124,6 +122,15 @@ def split_row_blocks(
         cols = _step_cols(group, atom_bytes)
         splits.append(Split(count, ctas, group, cols, mixed=0 < number == mixed))
     return tuple(splits)
+
+
+def most_row_blocks(row_blocks: int, card: Card, atom_bytes: int) -> int:
+    """The most row blocks of a group of a W with `row_blocks`, in any tier.
+
+    That is TILE_ROW_BLOCKS if warps may divide K in MANY_K_SHARES.
+    """
+    many = k_shares(row_blocks, 1, card, atom_bytes) == MANY_K_SHARES
+    return TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
 
 
 def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:

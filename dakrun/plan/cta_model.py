@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dakrun.geometry import (
     ATOM_BYTES,
     FEW_ROWS,
-    MAX_GROUP_ROW_BLOCKS,
     ROWS_PER_BLOCK,
     SPLITK_MAX_ROWS,
     even_group,
     group_count,
 )
 from dakrun.hardware import Card, HardwareProfile, KernelModel, RemoteTier
-from dakrun.launches import kernel_for
+from dakrun.launches import kernel_for, most_row_blocks
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time
@@ -164,19 +163,19 @@ def read_times(
         if own:
             ctas, group = (
                 float(min(own, row_blocks)),
-                _group(card, row_blocks, min(own, row_blocks)),
+                _group(op, card, row_blocks, min(own, row_blocks)),
             )
-            seconds = row_block * _waves(row_blocks, own, card, _link_rate(tier, op, profile))
+            seconds = row_block * _waves(op, row_blocks, own, card, _link_rate(tier, op, profile))
         else:
             ctas = sms[0] * row_blocks / (counts[0] + mixed)
-            group = _group(card, counts[0], sms[0], mixed)
+            group = _group(op, card, counts[0], sms[0], mixed)
             seconds = _mixed_seconds(row_block * row_blocks, tier, model)
         # HBM idles between launches as well: that is part of the op's fixed cost.
         held = _ring_bytes(op, ctas, group, card) / tier.direct_bytes_per_s
         idle = max(0.0, model.launch_gap_seconds - held)
         links.append(seconds + max(0.0, idle - fixed))
     local = means[0] * counts[0] / profile.hbm_bytes_per_s
-    local *= _unevenness(counts[0], sms[0], profile, mixed)
+    local *= _unevenness(op, counts[0], sms[0], profile, mixed)
     return local, max(links, default=0.0)
 
 
@@ -206,8 +205,10 @@ def _mixed_seconds(nbytes: float, tier: RemoteTier, model: KernelModel) -> float
     return nbytes / (tier.direct_bytes_per_s * model.mixed_link_efficiency)
 
 
-def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int = 0) -> float:
-    """Time of `row_blocks` over `ctas`, as a multiple of HBM's time for their bytes.
+def _unevenness(
+    op: Op, row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int = 0
+) -> float:
+    """Time of `row_blocks` of `op` over `ctas`, as a multiple of HBM's time for their bytes.
 
     The CTAs also read `mixed` row blocks of another tier. The factor is 1 for a kernel on all SMs
     that is as even as the kernels with which the profile's op costs were measured.
@@ -216,15 +217,16 @@ def _unevenness(row_blocks: int, ctas: int, profile: HardwareProfile, mixed: int
         return 1.0
     model = profile.kernel_model
     ctas = min(max(1, ctas), row_blocks + mixed)
-    group = _group(profile.card, row_blocks, ctas, mixed)
+    group = _group(op, profile.card, row_blocks, ctas, mixed)
     busiest = group * ceil_div(group_count(group, row_blocks, mixed), ctas)
     over_mean = busiest * profile.sms / (row_blocks + mixed)
     return 1 + model.busiest_cta_weight * (over_mean - 1 / model.busy_sms)
 
 
-def _group(card: Card, row_blocks: int, ctas: int, mixed: int = 0) -> int:
+def _group(op: Op, card: Card, row_blocks: int, ctas: int, mixed: int = 0) -> int:
     """Row blocks of a group, as dakrun/launches/splitk.py chooses them."""
-    return even_group(row_blocks, ctas, mixed) if card.even_waves else MAX_GROUP_ROW_BLOCKS
+    most = most_row_blocks(op.units, card, op.atom_bytes)
+    return even_group(row_blocks, ctas, mixed, most) if card.even_waves else most
 
 
 def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
@@ -234,8 +236,10 @@ def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
     return ctas * card.ring_bytes * w / (w + x)
 
 
-def _waves(row_blocks: int, sms: int, card: Card, rate: Callable[[int, int], float]) -> float:
-    """Seconds in which one CTA per SM reads `row_blocks`, over the bytes of a row block.
+def _waves(
+    op: Op, row_blocks: int, sms: int, card: Card, rate: Callable[[int, int], float]
+) -> float:
+    """Seconds in which one CTA per SM reads `row_blocks` of `op`, over the bytes of a row block.
 
     `rate(ctas, group)` is in bytes/s, for that many CTAs and row blocks in a group. Only the last
     wave may have fewer CTAs.
@@ -243,7 +247,7 @@ def _waves(row_blocks: int, sms: int, card: Card, rate: Callable[[int, int], flo
     if not row_blocks:
         return 0.0
     ctas = min(max(1, sms), row_blocks)
-    group = _group(card, row_blocks, ctas)
+    group = _group(op, card, row_blocks, ctas)
     whole, last = divmod(ceil_div(row_blocks, group), ctas)
     rest = max(0, row_blocks - whole * ctas * group) if last else 0
     seconds = (row_blocks - rest) / rate(ctas, group)

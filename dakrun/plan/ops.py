@@ -73,9 +73,9 @@ class Op:
         return (self.stored().packed or PACKED16).atom_bytes
 
     @functools.cached_property
-    def code_bits(self) -> int:
-        """Bits of an element of a quantized weight; 0 if it has the products' dtype."""
-        return self.format.layout.bits if isinstance(self.format, QuantisedRows) else 0
+    def quantized(self) -> str:
+        """The kind of a quantized weight's elements (hardware.QUANTIZED); "" if it is none."""
+        return self.format.layout.kind if isinstance(self.format, QuantisedRows) else ""
 
     def unit_bytes(self, first: int, last: int) -> int:
         """Resident bytes of the units first ... last - 1."""

@@ -21,7 +21,14 @@ from dakrun.plan.prompt_pass import (
     matrix_lines,
     rows_seconds,
 )
-from dakrun.plan.roofline import Links, bound_time, compute_time, line_time, op_cost
+from dakrun.plan.roofline import (
+    Links,
+    bound_times,
+    compute_time,
+    line_time,
+    norm_time,
+    op_cost,
+)
 from dakrun.units import ceil_div
 
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
@@ -268,7 +275,10 @@ class _Pass:
         work, copies = matrix_lines(one, self._links, compute, staged=staged, reads=reads)
         for name, line in copies.items():
             self._copies_s[name] += layers * line_time(line, ratios)
-        self._launch(one, bound_time(work, ratios), layers)
+        kernel, link = bound_times(work, ratios)
+        if one.category != "experts":  # the SMs of a link's part compute, too
+            kernel, link = max(kernel, link), 0.0
+        self._launch(one, kernel, layers, link=link)
 
     def _add_attention(self, op: Op, tier: int, start: int, length: int, count: int) -> None:
         """Causal attention of `length` tokens of a slot with `start` cached positions."""
@@ -284,10 +294,16 @@ class _Pass:
         self._bound_s += seconds
         self._predicted_s += seconds / self._plan.profile.linear.at(rows)[1]
 
-    def _launch(self, one: Op, bound: float, count: int) -> None:
-        """`count` launches of an op with a bound of `bound` seconds."""
-        seconds, efficiency = op_cost(one, self._plan.profile)
+    def _launch(self, one: Op, kernel: float, count: int, *, link: float = 0.0) -> None:
+        """`count` launches of an op with a bound of `kernel` or `link` seconds.
+
+        Its efficiency is that of the former. A router is ahead of experts.
+        """
+        profile = self._plan.profile
+        seconds, efficiency = op_cost(one, profile)
+        if one.category == "experts":
+            seconds += norm_time(one, profile)
         self.flops += count * one.flops
-        self._bound_s += count * bound
-        self._predicted_s += count * bound / efficiency
+        self._bound_s += count * max(kernel, link)
+        self._predicted_s += count * max(kernel / efficiency, link)
         self._launches_s += count * seconds

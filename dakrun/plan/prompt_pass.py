@@ -34,7 +34,7 @@ WORK = "work"  # of the SMs. A pass waits for it, or for copies, named by link a
 
 def matrix_lines(
     one: Op, links: Links, compute: float, *, staged: bool, reads: int = 1
-) -> tuple[list[Line], dict[str, Line]]:
+) -> tuple[dict[str, Line], dict[str, Line]]:
     """Lower bounds of a layer of `one` in seconds: of the SMs' work, and of copies by link.
 
     The layer's arithmetic takes `compute` seconds. Its matrices are read in place `reads` times, or
@@ -43,7 +43,7 @@ def matrix_lines(
     read = one.resident_bytes if staged else reads * one.read_bytes
     lines = links.lines(read, compute, staged=staged)
     copied = lines.keys() - {COMPUTE, LOCAL} if staged else set()
-    work = [line for name, line in lines.items() if name not in copied]
+    work = {name: line for name, line in lines.items() if name not in copied}
     return work, {name: lines[name] for name in copied}
 
 
@@ -148,7 +148,7 @@ class PromptPasses:
             lines, copies = matrix_lines(one, links, compute, staged=staged, reads=reads)
             each = batches * passes * op.layers
             self.times[op.name] = PassTimes(
-                _needed([_scaled(line, each) for line in lines]),
+                _needed([_scaled(line, each) for line in lines.values()]),
                 {name: _scaled(line, each) for name, line in copies.items()},
             )
         self._leave_out_short_copies()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dakrun.config import DTYPE_BYTES, Dtype, ModelConfig
-from dakrun.geometry import FEW_ROWS
+from dakrun.geometry import FEW_ROWS, SPLITK_MAX_ROWS
 from dakrun.hardware import LOCAL, Card, HardwareProfile, RemoteTier
+from dakrun.launches import SPREAD
 from dakrun.plan.ops import Op
 
 COMPUTE = "compute"
@@ -154,11 +155,32 @@ def has_many_rows(op: Op, profile: HardwareProfile) -> bool:
 def op_cost(op: Op, profile: HardwareProfile) -> tuple[float, float]:
     """(seconds, efficiency) of one launch of `op`; a gather costs as much as a linear op.
 
-    Attention costs by its slots: not by their parts, nor by the tokens of a prompt in one.
+    Attention costs by its slots: not by their parts, nor by the tokens of a prompt in one. Experts
+    cost by the rows that each of them has; quantized ones are as slow as both are.
     """
     if op.category == "attention":
         return profile.attention.at(min(op.units, op.batch_size))
-    return profile.products_of(op.code_bits).at(op.batch_size)
+    if op.category == "experts" and profile.device == "cuda":
+        rows = op.rows_per_weight
+        seconds, efficiency = profile.experts_or_estimate.at(rows)
+        if op.quantized:
+            efficiency = min(efficiency, _quantized_cost(op, SPREAD * rows, profile)[1])
+        return seconds, efficiency
+    if op.quantized:
+        return _quantized_cost(op, op.batch_size, profile)
+    return profile.products.at(op.batch_size)
+
+
+def _quantized_cost(op: Op, rows: float, profile: HardwareProfile) -> tuple[float, float]:
+    """`op_cost` of a product of quantized weights with `rows` rows of X.
+
+    A tile of X takes as long with any number of rows. So rows of up to a tile of the tiled GEMM
+    count as the next number that was measured.
+    """
+    costs = profile.products_of(op.quantized)
+    if profile.device == "cuda" and rows <= SPLITK_MAX_ROWS:
+        rows = next((n for n in costs.rows if n >= rows), rows)
+    return costs.at(rows)
 
 
 def kernel_compute_time(op: Op, compute: float, profile: HardwareProfile) -> float:
@@ -176,11 +198,15 @@ def predicted_time(op: Op, kernel: float, profile: HardwareProfile, *, link: flo
     `kernel` seconds of arithmetic and of reading local bytes start when the norm has ended, and
     are divided by the op's efficiency. `link` seconds of reading remote bytes are not: kernels
     request remote bytes before the ops ahead of them end, which keeps links at their full rate.
+    Only the router of experts is waited for by both.
     """
     seconds, efficiency = op_cost(op, profile)
+    ahead, kernel = norm_time(op, profile), kernel / efficiency
     if profile.device == "cpu":  # the cores read all tiers
-        kernel = max(kernel, link)
-    return max(kernel / efficiency + norm_time(op, profile), link) + seconds
+        kernel = max(kernel, link / efficiency)
+    if op.category == "experts":
+        return ahead + max(kernel, link) + seconds
+    return max(kernel + ahead, link) + seconds
 
 
 def staged_time(
@@ -199,14 +225,19 @@ def staged_time(
 
 
 def norm_time(op: Op, profile: HardwareProfile) -> float:
-    """Seconds of the norm ahead of `op`; 0 where there is none or its costs are unknown."""
-    if not op.normed or profile.norm is None:
+    """Seconds of the norm ahead of `op`, and of a router; 0 if there is none or costs are unknown.
+
+    Ahead of a quantized weight it is a launch of its own, as with many rows. Its CTAs normalize a
+    row each, so that few rows take as long as 2 * FEW_ROWS, which are measured as such a launch.
+    """
+    costs = profile.router_or_estimate if op.category == "experts" else profile.norm
+    if not op.normed or costs is None:
         return 0.0
     rows = op.batch_size
-    if op.code_bits:  # a launch of its own, as with many rows
+    if op.quantized and op.category == "linear":
         rows = max(rows, 2 * FEW_ROWS)
-    seconds, efficiency = profile.norm.at(rows)
-    nbytes = 2 * op.batch_size * op.shape[1] * op.element_bytes  # read and written
+    seconds, efficiency = costs.at(rows)
+    nbytes = 2 * rows * op.shape[1] * op.element_bytes  # read and written
     return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds
 
 

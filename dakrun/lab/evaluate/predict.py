@@ -8,6 +8,7 @@ from typing import Any
 
 from dakrun.config import Workload
 from dakrun.errors import CannotRun, DakrunError
+from dakrun.formats import Quantised
 from dakrun.geometry import FEW_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.lab.cases import forecast
@@ -233,9 +234,10 @@ def _batch(point: BatchPoint, scope: Scope) -> Result:
     """The matrices read once at the rate of HBM, or of L2 where they fit; as costs of a product."""
     if point.by != "splitk":
         return Result(source="predicted", problem="not predicted")
-    nbytes = STORED[point.bits].nbytes(point.heads * point.rows, point.cols)
+    stored = STORED[point.bits]
+    nbytes = stored.nbytes(point.heads * point.rows, point.cols)
     machine = scope.profile.for_steps(nbytes)
-    costs = machine.products_of(0 if point.bits == 16 else point.bits)
+    costs = machine.products_of(stored.kind if isinstance(stored, Quantised) else "")
     fixed, efficiency = costs.at(point.n)
     seconds = nbytes / machine.hbm_bytes_per_s / efficiency + fixed
     return _predicted(seconds, weight_bytes=nbytes, predicted_s=None)

@@ -39,11 +39,20 @@ MANY_ROWS_WEIGHTS = (
 )  # fmt: skip
 RATE_WEIGHT = 1024, 8192
 
-# Quantized weights that are measured, by their tables of costs; others follow from their bytes.
+# Weights as (row blocks, columns): quantized ones also of long rows, of which kernels for many rows
+# have few tiles. Formats are those of most checkpoints.
+QUANTIZED_WEIGHTS = (*FEW_ROWS_WEIGHTS, (512, 14336))
 QUANTIZED_FORMATS = {
-    "four_bits": Quantised("int4", 128),
-    "eight_bits": Quantised("int8", 128),
+    layout.kind: layout
+    for layout in (
+        Quantised("int4", 128),
+        Quantised("int4", 128, zeros=True),
+        Quantised("e2m1", 16, 1),
+        Quantised("e4m3", 128, 4),
+    )
 }
+# Rows of X that are a tile of SplitK_GEMM, two of them, and one of the tiled GEMM.
+QUANTIZED_ROWS = 8, 16, 64
 
 # Norms. With few rows (True) the product normalizes X; its weight is of a layer's size, as a larger
 # one would hide the norm. With more (False) the norm is a separate launch before a small product.
@@ -60,17 +69,33 @@ STAGING_BUFFERS = 2  # the ring's size, in staged parts
 MAX_STAGED_OPS = 64
 
 
-def linear_sweep(bench: Bench, stored: WeightFormat = PACKED16) -> Sweep:
+def linear_sweep(bench: Bench) -> Sweep:
     """Products of few rows by rows of X and bytes of a weight; each launch reads another weight.
 
-    Weights are `stored` in a format that kernels read. A weight that exceeds the buffer is replaced
-    by the largest that fits, here and in all other sweeps.
+    A weight that exceeds the buffer is replaced by the largest that fits, here and in all other
+    sweeps.
     """
     memory, rows = random_memory(bench), []
     for n, (row_blocks, cols) in itertools.product(bench.effort.rows, FEW_ROWS_WEIGHTS):
-        x = random(memory, n, cols)
-        chain, size = product(bench, memory, row_blocks, x, stored=stored)
+        chain, size = product(bench, memory, row_blocks, random(memory, n, cols))
         rows.append(row(n, size, launch_seconds(*chain, replays=bench.effort.runs)))
+    return rounded(COLUMNS, rows)
+
+
+def quantized_sweep(bench: Bench, stored: Quantised) -> Sweep:
+    """Products of few and of many rows with weights `stored` in a format of fewer than 16 bits.
+
+    Those of many rows, every other number of the effort's, are replayed under load, as in
+    many_rows_sweep.
+    """
+    memory, rows = random_memory(bench), []
+    for n in (*QUANTIZED_ROWS, *many_rows(bench)[1::2]):
+        products = [product(bench, memory, row_blocks, random(memory, n, cols), stored=stored)
+                    for row_blocks, cols in QUANTIZED_WEIGHTS]  # fmt: skip
+        chains, sizes = zip(*products, strict=True)
+        load = n > max(QUANTIZED_ROWS)
+        times = seconds_round_robin(chains, replays=bench.effort.runs, load=load)
+        rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
     return rounded(COLUMNS, rows)
 
 

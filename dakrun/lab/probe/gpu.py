@@ -1,6 +1,6 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and builds the profile.
 
-The sweeps are in sweeps.py, gemm_costs.py and attention_costs.py; run.py saves the profile.
+The sweeps are in sweeps.py and the files *_costs.py; run.py saves the profile.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +12,25 @@ import torch
 from dakrun.config import Dtype
 from dakrun.doctor.machine import gpu_facts
 from dakrun.errors import CannotRun
-from dakrun.formats import PACKED16
-from dakrun.geometry import SPLITK_MAX_ROWS
-from dakrun.hardware import LOCAL, Card, ComputeRate, HardwareProfile, OpCosts, RemoteTier, Sweep
+from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_MAX_ROWS
+from dakrun.hardware import (
+    LOCAL,
+    Card,
+    ComputeRate,
+    HardwareProfile,
+    OpCosts,
+    RemoteTier,
+    Sweep,
+    weight_rate,
+)
 from dakrun.kernels import Variant, runtime, variants
 from dakrun.kernels.runtime import compiling, held_card
 from dakrun.lab.ceilings import KIB, Ring, fitting, ring_for
 from dakrun.lab.memory import fill_bytes, reader
-from dakrun.lab.probe import congestion, gemm_costs, sweeps
+from dakrun.lab.probe import congestion, expert_costs, gemm_costs, sweeps
 from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
 from dakrun.lab.probe.effort import QUICK, Effort, buffer_sizes
-from dakrun.lab.probe.gemm_costs import DTYPE, QUANTIZED_FORMATS
+from dakrun.lab.probe.gemm_costs import DTYPE, QUANTIZED_FORMATS, QUANTIZED_ROWS
 from dakrun.lab.probe.sweeps import Bench
 from dakrun.lab.samples import Log, Measurement, provenance, spread
 from dakrun.launches import few_rows
@@ -218,23 +226,24 @@ class GpuProbe:
     def kernels(self, compute: ComputeRate) -> dict[str, Any]:
         """Costs of the project's kernels by kind; `compute` is the rate of their 16-bit dtype."""
 
-        def rate(n: int) -> float:
-            """Bytes/s of a weight multiplied with `n` rows: 2 bytes and 2 n FLOP per element."""
-            return min(self.hbm_rate, compute.at(n) / n)
+        def rate(n: int, element_bytes: float = 2.0) -> float:
+            return weight_rate(n, self.hbm_rate, compute, element_bytes)
 
-        measured: dict[str, Callable[[Bench], Sweep]] = {
-            "linear": gemm_costs.linear_sweep,
-            "many_rows": gemm_costs.many_rows_sweep,
-            "norm": gemm_costs.norm_sweep,
-            "attention": attention_sweep,
-            "sampling": sampling_sweep,
-            **{name: partial(gemm_costs.linear_sweep, stored=stored)
-               for name, stored in QUANTIZED_FORMATS.items()},
-        }  # fmt: skip
-        return {
-            kind: self.costs(kind, sweep(self.bench), rate if kind == "many_rows" else None)
-            for kind, sweep in measured.items()
+        bench = self.bench
+        costs = {
+            "linear": self.costs("linear", gemm_costs.linear_sweep(bench)),
+            "many_rows": self.costs("many_rows", gemm_costs.many_rows_sweep(bench), rate),
+            "norm": self.costs("norm", gemm_costs.norm_sweep(bench)),
+            "attention": self.costs("attention", attention_sweep(bench)),
+            "sampling": self.costs("sampling", sampling_sweep(bench)),
+            "router": self.costs("router", expert_costs.router_sweep(bench)),
+            "experts": self.costs("experts", expert_costs.experts_sweep(bench), rate),
         }
+        for kind, stored in QUANTIZED_FORMATS.items():
+            element_bytes = stored.atom_bytes / (ROWS_PER_BLOCK * ATOM_COLS)
+            of_kind = partial(rate, element_bytes=element_bytes)
+            costs[kind] = self.costs(kind, gemm_costs.quantized_sweep(bench, stored), of_kind)
+        return costs
 
     def costs(self, kind: str, sweep: Sweep, rate: Callable[[int], float] | None = None) -> OpCosts:
         """Fit the costs of a `kind` of op to its sweep, with bytes at `rate` or at HBM's rate."""
@@ -286,7 +295,14 @@ def _peers(device: int, nbytes: int) -> list[int]:
 def measured_variants(effort: Effort, card: Card) -> list[Variant]:
     """The kernel variants that are measured on `card`."""
     most = min(few_rows(card), SPLITK_MAX_ROWS)
-    rows = (n for n in (*effort.rows, *effort.slots) if n <= most)
-    formats = (PACKED16, *QUANTIZED_FORMATS.values())
-    needed = variants(DTYPE, rows, card, head_dim=HEAD_DIM, formats=formats)
-    return [(source, macros) for source, macros in needed if not macros.get("PREFIXES")]
+    rows = {n for n in (*effort.rows, *effort.slots) if n <= most}
+    of = partial(variants, DTYPE, card=card, head_dim=HEAD_DIM)
+    needed = of(rows)
+    needed += of({*rows, *QUANTIZED_ROWS}, formats=QUANTIZED_FORMATS.values())
+    for routing in expert_costs.ROUTINGS:
+        needed += of((), routing=routing)
+    found: list[Variant] = []
+    for source, macros in needed:
+        if not macros.get("PREFIXES") and (source, macros) not in found:
+            found.append((source, macros))
+    return found

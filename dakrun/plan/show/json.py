@@ -106,7 +106,7 @@ def _quantization_dict(plan: Plan) -> dict[str, Any] | None:
         "method": found.method,
         "format": found.name,
         "costs_are_estimates": any(
-            op.op.code_bits and not plan.profile.measures(op.op.code_bits) for op in plan.weights()
+            op.op.quantized and not plan.profile.measures(op.op.quantized) for op in plan.weights()
         ),
         "not_applied": list(found.unapplied),
     }

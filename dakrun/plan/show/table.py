@@ -121,11 +121,12 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
 
 def _estimated_text(plan: Plan) -> str:
     """Which products' costs are estimates, as the profile has none."""
-    bits = {op.op.code_bits for op in plan.weights()} - {0}
-    missing = [str(n) for n in sorted(bits) if not plan.profile.measures(n)]
+    ops = [op.op for op in plan.weights()]
+    kinds = {op.quantized for op in ops} | {op.category for op in ops if op.category == "experts"}
+    missing = sorted(kind for kind in kinds - {""} if not plan.profile.measures(kind))
     if not missing:
         return ""
-    return f"; costs of products with weights of {' and '.join(missing)} bits are estimates"
+    return f"; costs of products with {' and '.join(missing)} are estimates"
 
 
 def _format_rows(plan: Plan) -> list[tuple[str, str]]:
