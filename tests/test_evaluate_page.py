@@ -10,13 +10,7 @@ import pytest
 from dakrun.hardware import load_profile
 from dakrun.lab.evaluate.charts import Chart, Entry, Quantity, brief
 from dakrun.lab.evaluate.figures import FIGURES, Figure
-from dakrun.lab.evaluate.figures.base import (
-    crossing,
-    faster,
-    fastest,
-    largest,
-    thresholds,
-)
+from dakrun.lab.evaluate.figures.base import Curve, faster, thresholds
 from dakrun.lab.evaluate.figures.capacity import paper_ratios
 from dakrun.lab.evaluate.figures.ratios import bounds, remote_reads, uniform_over_greedy
 from dakrun.lab.evaluate.page import page
@@ -311,19 +305,19 @@ def test_multicast_is_measured_on_the_papers_matrix() -> None:
 
 
 def test_crossing() -> None:
-    one, other = {0.0: 1.0, 1.0: 2.0, 2.0: 4.0}, {0.0: 2.0, 1.0: 3.0, 2.0: 3.0}
-    assert crossing(one, other) == pytest.approx(1.5)
-    assert crossing(other, one) is None
-    assert crossing({}, one) is None
-    assert crossing(one, {2.0: 3.0}) == 2.0
+    one, other = Curve({0.0: 1.0, 1.0: 2.0, 2.0: 4.0}), Curve({0.0: 2.0, 1.0: 3.0, 2.0: 3.0})
+    assert one.crossing(other) == pytest.approx(1.5)
+    assert other.crossing(one) is None
+    assert Curve().crossing(one) is None
+    assert one.crossing(Curve({2.0: 3.0})) == 2.0
 
 
 def test_factors() -> None:
-    one, other = {0.0: 1.0, 1.0: 2.0}, {1.0: 5.0, 2.0: 9.0}
-    assert largest(one, other) == (1.0, 2.5)
-    assert largest(one, {}) is None
-    assert fastest(one) == (0.0, 1.0)
-    assert fastest({}) is None
+    one, other = Curve({0.0: 1.0, 1.0: 2.0}), Curve({1.0: 5.0, 2.0: 9.0})
+    assert one.largest(other) == (1.0, 2.5)
+    assert one.largest(Curve()) is None
+    assert one.fastest() == (0.0, 1.0)
+    assert Curve().fastest() is None
 
 
 def test_words_for_factors() -> None:

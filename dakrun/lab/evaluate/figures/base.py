@@ -18,8 +18,32 @@ from dakrun.lab.panel import Axes, Panel, Series
 from dakrun.plan import Op, compute_time, greedy
 
 Line = list[tuple[Entry, Result]]
-Curve = dict[float, float]  # seconds by x, in order
 SAME = 0.005  # factors closer to 1 than this are equal
+
+
+class Curve(dict[float, float]):
+    """Seconds by x, in order."""
+
+    def fastest(self) -> tuple[float, float] | None:
+        """The point of least time."""
+        return min(self.items(), key=lambda of: of[1], default=None)
+
+    def crossing(self, other: "Curve") -> float | None:
+        """The least x from which `other` is faster, between points in a straight line.
+
+        Only x that both have count. None if it is not faster at the last of them.
+        """
+        both = [(x, s - other[x]) for x, s in self.items() if x in other]
+        if not both or both[-1][1] <= 0:
+            return None
+        pairs = itertools.pairwise(both)
+        steps = [x0 + (x1 - x0) * -d0 / (d1 - d0) for (x0, d0), (x1, d1) in pairs if d0 <= 0 < d1]
+        return steps[-1] if steps else both[0][0]
+
+    def largest(self, other: "Curve") -> tuple[float, float] | None:
+        """(x, factor) by which this is faster than `other` at most, where both have a time."""
+        factors = {x: other[x] / s for x, s in self.items() if x in other}
+        return max(factors.items(), key=lambda of: of[1], default=None)
 
 
 class Figure(ABC):
@@ -107,7 +131,7 @@ class Figure(ABC):
     def times(self, chart: Chart, series: str) -> Curve:
         """The times of a series where there are any; x has six digits after the point."""
         line = self.lines(chart).get(series, [])
-        return {round(entry.x, 6): result.seconds for entry, result in line if result.seconds}
+        return Curve((round(entry.x, 6), of.seconds) for entry, of in line if of.seconds)
 
     def problems(self) -> list[str]:
         """The reasons why entries have no time, each once."""
@@ -155,7 +179,8 @@ class Figure(ABC):
     def gains(self, chart: Chart) -> list[tuple[str, float, float]]:
         """(series, x, factor) by which a chart's first series is faster than each other at most."""
         first, *others = self.lines(chart)
-        found = [(of, largest(self.times(chart, first), self.times(chart, of))) for of in others]
+        curve = self.times(chart, first)
+        found = [(of, curve.largest(self.times(chart, of))) for of in others]
         return [(other, *gain) for other, gain in found if gain]
 
 
@@ -182,30 +207,6 @@ def thresholds(op: Op, dtype: Dtype, scope: Scope) -> tuple[float, float]:
     least = max(compute, op.read_bytes / scope.links.total_rate())
     curve = greedy.Curve(op.read_bytes, op.read_bytes, least, local, remote)
     return curve.a, curve.b
-
-
-def fastest(curve: Curve) -> tuple[float, float] | None:
-    """The point of least time."""
-    return min(curve.items(), key=lambda of: of[1], default=None)
-
-
-def crossing(curve: Curve, other: Curve) -> float | None:
-    """The least x from which `other` is faster than `curve`, between points in a straight line.
-
-    Only x that both have count. None if it is not faster at the last of them.
-    """
-    both = [(x, s - other[x]) for x, s in curve.items() if x in other]
-    if not both or both[-1][1] <= 0:
-        return None
-    steps = [(x0 + (x1 - x0) * -d0 / (d1 - d0)) for (x0, d0), (x1, d1) in itertools.pairwise(both)
-             if d0 <= 0 < d1]  # fmt: skip
-    return steps[-1] if steps else both[0][0]
-
-
-def largest(curve: Curve, other: Curve) -> tuple[float, float] | None:
-    """(x, factor) by which `curve` is faster than `other` at most, where both have a time."""
-    factors = {x: other[x] / s for x, s in curve.items() if x in other}
-    return max(factors.items(), key=lambda of: of[1], default=None)
 
 
 def factor(value: float) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
-from dakrun.lab.evaluate.figures.base import Figure, factor, fastest, scaled, thresholds
+from dakrun.lab.evaluate.figures.base import Figure, factor, scaled, thresholds
 from dakrun.lab.evaluate.points import AttentionPoint, Point, ProductPoint
 from dakrun.plan import Op
 
@@ -78,7 +78,7 @@ class OpRatios(Figure):
             known = [
                 (base / best[1], op, best[0])
                 for op, curve in curves.items()
-                if (base := curve.get(0.0)) and (best := fastest(curve))
+                if (base := curve.get(0.0)) and (best := curve.fastest())
             ]
             gain, op, x = max(known, default=(0.0, "", 0.0))
             if gain > 1.005:
@@ -91,7 +91,7 @@ class OpRatios(Figure):
 
     def here(self) -> Iterator[str]:
         for op in self.lines(self.charts[0]):
-            if best := fastest(self.times(self.charts[0], op)):
+            if best := self.times(self.charts[0], op).fastest():
                 yield f"{op} {best[0]:.2g}%"
 
     def notes(self) -> list[str]:

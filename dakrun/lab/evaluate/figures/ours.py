@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dakrun.lab.evaluate.charts import Chart, Entry, Quantity
-from dakrun.lab.evaluate.figures.base import STEP, Figure, factor, faster, largest, scaled
+from dakrun.lab.evaluate.figures.base import STEP, Curve, Figure, factor, faster, scaled
 from dakrun.lab.evaluate.points import FilePoint
 
 CHOICE, FILE = "planner's choice for each op", "tokens of all requests"
@@ -68,8 +68,8 @@ class Ours(Figure):
         (*steps, whole), near = self.charts, self.scope.near
         for chart in steps:
             direct, staged = (self.times(chart, name) for name in ("direct", "staged"))
-            alone = {x: min(s, staged[x]) for x, s in direct.items() if x in staged}
-            if (gain := largest(self.times(chart, CHOICE), alone)) is not None:
+            alone = Curve((x, min(s, staged[x])) for x, s in direct.items() if x in staged)
+            if (gain := self.times(chart, CHOICE).largest(alone)) is not None:
                 clause = faster(gain[1], "a transport for each op", "the better of one for all")
                 yield f"{chart.name}: at most, at {gain[0]:.2g}% outside {near}, {clause}."
         rates = {entry.x: result.tokens_per_s for entry, result in self.lines(whole)[FILE]}

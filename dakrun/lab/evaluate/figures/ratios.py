@@ -6,17 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from dakrun.lab.evaluate.charts import Chart, Entry
-from dakrun.lab.evaluate.figures.base import (
-    EB,
-    STEP,
-    Figure,
-    crossing,
-    factor,
-    faster,
-    fastest,
-    largest,
-    thresholds,
-)
+from dakrun.lab.evaluate.figures.base import EB, STEP, Curve, Figure, factor, faster, thresholds
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
 from dakrun.plan import Op, compute_time, weight_bytes
@@ -85,7 +75,7 @@ class Ratios(Figure):
         near = self.scope.near
         for chart in self.charts:
             direct, staged = (self.times(chart, name) for name in TRANSPORTS)
-            if (best := fastest(direct)) is None:
+            if (best := direct.fastest()) is None:
                 continue
             base, least, x = direct.get(0.0), format_seconds(best[1]), best[0]
             if base is None:
@@ -102,7 +92,7 @@ class Ratios(Figure):
                 clause = faster(staged[10.0] / direct[10.0], "reading in place", "copying ahead")
                 times = f"{format_seconds(direct[10.0])}, {format_seconds(staged[10.0])}"
                 yield f"With 10% outside, {clause} ({times})."
-            if (least_x := crossing(direct, staged)) is not None:
+            if (least_x := direct.crossing(staged)) is not None:
                 where = f"From about {least_x:.2g}% on" if least_x >= 0.05 else "At every ratio"
                 yield f"{where}, copies are faster."
             for rival, (x, gain) in self.of_rivals(chart).items():
@@ -115,9 +105,9 @@ class Ratios(Figure):
     def of_rivals(self, chart: Chart) -> dict[str, tuple[float, float]]:
         """(percent, factor) where the better transport gains most on each rival."""
         direct, staged = (self.times(chart, name) for name in TRANSPORTS)
-        best = {x: min(s, staged.get(x, s)) for x, s in direct.items()}
+        best = Curve((x, min(s, staged.get(x, s))) for x, s in direct.items())
         rivals = [name for name in self.lines(chart) if name not in TRANSPORTS]
-        found = {name: largest(best, self.times(chart, name)) for name in rivals}
+        found = {name: best.largest(self.times(chart, name)) for name in rivals}
         return {name: gain for name, gain in found.items() if gain}
 
 
@@ -175,7 +165,7 @@ class SmallBatch(Ratios):
         most: dict[str, list[float]] = {}
         for chart in self.charts:
             curve = self.times(chart, "direct")
-            if (base := curve.get(0.0)) and (best := fastest(curve)):
+            if (base := curve.get(0.0)) and (best := curve.fastest()):
                 most.setdefault(f"all in {self.scope.near}", []).append(base / best[1])
             for name, (_, gain) in self.of_rivals(chart).items():
                 most.setdefault(name, []).append(gain)
