@@ -83,20 +83,9 @@ def linear_sweep(bench: Bench) -> Sweep:
 
 
 def quantized_sweep(bench: Bench, stored: Quantised) -> Sweep:
-    """Products of few and of many rows with weights `stored` in a format of fewer than 16 bits.
-
-    Those of many rows, every other number of the effort's, are replayed under load, as in
-    many_rows_sweep.
-    """
-    memory, rows = random_memory(bench), []
-    for n in (*QUANTIZED_ROWS, *many_rows(bench)[1::2]):
-        products = [product(bench, memory, row_blocks, random(memory, n, cols), stored=stored)
-                    for row_blocks, cols in QUANTIZED_WEIGHTS]  # fmt: skip
-        chains, sizes = zip(*products, strict=True)
-        load = n > max(QUANTIZED_ROWS)
-        times = seconds_round_robin(chains, replays=bench.effort.runs, load=load)
-        rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
-    return rounded(COLUMNS, rows)
+    """Products of few rows, and of every other number of many, with weights of few bits."""
+    rows = (*QUANTIZED_ROWS, *many_rows(bench)[1::2])
+    return _in_turns(bench, rows, QUANTIZED_WEIGHTS, stored, load_above=max(QUANTIZED_ROWS))
 
 
 def many_rows(bench: Bench) -> tuple[int, ...]:
@@ -106,18 +95,26 @@ def many_rows(bench: Bench) -> tuple[int, ...]:
 
 
 def many_rows_sweep(bench: Bench) -> Sweep:
-    """Products of many rows by rows of X and bytes of a weight.
+    """Products of many rows by rows of X and bytes of a weight."""
+    return _in_turns(bench, many_rows(bench), MANY_ROWS_WEIGHTS, PACKED16, load_above=0)
 
-    For each number of rows, chains of all weights are replayed round-robin under load: large
-    products draw more power than a GPU sustains, and its clocks drop after some tenths of a
-    second.
+
+def _in_turns(
+    bench: Bench, counts: Sequence[int], weights: Sequence[tuple[int, int]], stored: WeightFormat,
+    *, load_above: int,
+) -> Sweep:  # fmt: skip
+    """Products of each number of rows in `counts` with `weights`, `stored` in a format.
+
+    For each number of rows, chains of all weights are replayed round-robin; of more rows than
+    `load_above` under load: large products draw more power than a GPU sustains, and its clocks drop
+    after some tenths of a second.
     """
     memory, rows = random_memory(bench), []
-    for n in many_rows(bench):
-        products = [product(bench, memory, row_blocks, random(memory, n, cols))
-                    for row_blocks, cols in MANY_ROWS_WEIGHTS]  # fmt: skip
+    for n in counts:
+        products = [product(bench, memory, row_blocks, random(memory, n, cols), stored=stored)
+                    for row_blocks, cols in weights]  # fmt: skip
         chains, sizes = zip(*products, strict=True)
-        times = seconds_round_robin(chains, replays=bench.effort.runs, load=True)
+        times = seconds_round_robin(chains, replays=bench.effort.runs, load=n > load_above)
         rows += [row(n, size, seconds) for size, seconds in zip(sizes, times, strict=True)]
     return rounded(COLUMNS, rows)
 
