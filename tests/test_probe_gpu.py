@@ -19,7 +19,15 @@ from dakrun.geometry import (
     TILED_WIDE_TILES,
     TILED_X_TILES,
 )
-from dakrun.hardware import OpCosts, RemoteTier, Sweep, load_profile, parse_profile, profile_text
+from dakrun.hardware import (
+    QUANTIZED,
+    OpCosts,
+    RemoteTier,
+    Sweep,
+    load_profile,
+    parse_profile,
+    profile_text,
+)
 from dakrun.kernels import Reader, Variant, read_multicast, read_once, read_window
 from dakrun.kernels.runtime import card_of, gpu_name, jit
 from dakrun.lab.ceilings import KIB, MIB, fitting, ring_for
@@ -263,6 +271,17 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(0 < seconds < 30e-6 for seconds in linear.seconds)
     assert all(0 < seconds < 80e-6 for seconds in attention.seconds)
     assert all(value > 0.7 for value in (*linear.efficiency, *attention.efficiency))
+    of_kinds = [getattr(profile, kind) for kind in QUANTIZED]
+    assert all(costs.rows == (8, 16, 64, 512) for costs in of_kinds)
+    assert all(0.2 < value < 1 for costs in of_kinds for value in costs.efficiency[:2])
+    experts, router = profile.experts, profile.router
+    assert (
+        experts
+        and router
+        and (experts.rows, router.rows) == ((1, 4, 16, 32, 256), (8, 64, 512, 4096))
+    )
+    assert 0.6 < experts.efficiency[0] < 1 and 1e-6 < experts.seconds[0] < 10e-6
+    assert 3e-6 < router.seconds[0] < 15e-6
     assert set(profile.compute) == {"float16", "bfloat16", "float32"}
     assert profile.facts["l2_bytes"] > 0 and "numa" in profile.facts
     assert all(m.runs >= 3 and (m.value > 0 or "fixed cost" in m.name) for m in measurements)

@@ -7,7 +7,7 @@ They follow from the profile's rates and what one SM does, as far as it was meas
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dakrun.hardware.parts import OpCosts, weight_rate
+from dakrun.hardware.parts import ComputeRate, OpCosts
 
 if TYPE_CHECKING:
     from dakrun.hardware.profile import HardwareProfile
@@ -35,8 +35,8 @@ class Elements:
 QUANTIZED = {
     "int4": Elements(0.516, (18.7e-12, 31.4e-12, 55.6e-12), 0.97, 0.012),
     "int4_zeros": Elements(0.531, (21.3e-12, 32.7e-12, 55.6e-12), 0.97, 0.012),
-    "e2m1": Elements(0.594, (27.9e-12, 36.8e-12, 67.9e-12), 0.85, 0.012),
-    "eight_bits": Elements(1.031, (22.5e-12, 35.3e-12, 62.1e-12), 0.85, 0.02),
+    "e2m1": Elements(0.594, (27.9e-12, 36.8e-12, 66.9e-12), 0.87, 0.012),
+    "eight_bits": Elements(1.031, (22.5e-12, 35.3e-12, 61.4e-12), 0.87, 0.02),
 }
 SUMS_S = 0.35e-6, 0.7e-6, 2.6e-6  # to add up the warps' shares of K, with FEW rows
 # An SM expands elements while others arrive. Where both take about as long, each waits for the
@@ -52,6 +52,14 @@ EXPERTS = {1: (0.917, 30.3e9), 4: (0.917, 24.2e9), 32: (0.9, 24.2e9), 256: (0.65
 EXPERTS_S = 5.3e-6  # of a product, besides W: from the router's list to the first bytes, and sums
 # The norm and the router of Qwen3-30B-A3B, which nothing overlaps, on an H100; by rows of X.
 ROUTER = {8: 7.6e-6, 64: 13.4e-6, 512: 35.3e-6, 4096: 112e-6}
+
+
+def weight_rate(n: int, hbm_rate: float, compute: ComputeRate, element_bytes: float = 2.0) -> float:
+    """Bytes/s of a weight whose product with `n` rows waits for HBM or arithmetic alone.
+
+    Each element, of `element_bytes`, takes 2 n FLOP. Efficiencies of products are shares of it.
+    """
+    return min(hbm_rate, compute.at(n) * element_bytes / (2 * n))
 
 
 def quantized(profile: "HardwareProfile", kind: str) -> OpCosts:

@@ -144,14 +144,6 @@ class OpCosts:
         return between(self.seconds), between(self.efficiency)
 
 
-def weight_rate(n: int, hbm_rate: float, compute: ComputeRate, element_bytes: float = 2.0) -> float:
-    """Bytes/s of a weight whose product with `n` rows waits for HBM or arithmetic alone.
-
-    Each element, of `element_bytes`, takes 2 n FLOP. Efficiencies of products are shares of it.
-    """
-    return min(hbm_rate, compute.at(n) * element_bytes / (2 * n))
-
-
 @dataclass(frozen=True, kw_only=True)
 class KernelModel:
     """Constants of the CTA model (dakrun/plan/cta_model.py): how kernels share bandwidths.
@@ -176,6 +168,8 @@ class KernelModel:
     - launch_gap_seconds: time from a launch's last read to the first read that depends on it.
     - link_latency_seconds: latency of a link without a window: the bytes in flight that it needs,
       divided by its rate.
+    - late_start_seconds: extra time of a product that starts when the launch ahead of it has ended
+      (no PDL), as quantized ones do behind norms: chains of reads of 4 and 8 MiB with and without.
     - pass_launch_seconds: time in which the CPU launches a pass or a step with prompts, which are
       no graphs: 25 ms less the GPU's, beside an H200.
     - mixed_step_seconds: time of the GPU between the launches of a step with prompts.
@@ -190,6 +184,7 @@ class KernelModel:
     few_sms_link_loss: float = 0.05
     launch_gap_seconds: float = 4.8e-6
     link_latency_seconds: float = 2.3e-6
+    late_start_seconds: float = 1.7e-6
     pass_launch_seconds: float = 0.02
     mixed_step_seconds: float = 0.002
 
@@ -204,6 +199,7 @@ class KernelModel:
             "few_sms_link_loss": (0, 1),
             "launch_gap_seconds": (0, MAX_SECONDS),
             "link_latency_seconds": (MIN_SECONDS, MAX_SECONDS),
+            "late_start_seconds": (0, MAX_SECONDS),
             "pass_launch_seconds": (0, MAX_SECONDS),
             "mixed_step_seconds": (0, MAX_SECONDS),
         }

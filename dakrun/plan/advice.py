@@ -16,7 +16,7 @@ from dakrun.plan.batch_size import MAX_BATCH_SIZE
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy, Transport
-from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, op_cost
+from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, norm_time, op_cost
 from dakrun.units import format_bytes, format_seconds, parse_bytes
 
 LAUNCHES = "launches"
@@ -221,12 +221,16 @@ def busy_shares(plan: Plan) -> dict[str, float]:
     """Fraction of the predicted step's time for which each resource is busy, the busiest first.
 
     Resources are COMPUTE, the plan's tiers, tiers behind one link ("host+peer:1") and LAUNCHES,
-    the fixed cost of the ops. Ops run one after the other; each uses several resources at once.
+    the fixed cost of the ops, routers included. Ops run one after the other; each uses several
+    resources at once.
     """
     links = Links.of(plan.profile, plan.tiers[1:])
     seconds = defaultdict[str, float](float)
     for op in plan.ops:
-        seconds[LAUNCHES] += op.op.layers * op_cost(op.op, plan.profile)[0]
+        fixed = op_cost(op.op, plan.profile)[0]
+        if op.op.category == "experts":
+            fixed += norm_time(op.op, plan.profile)
+        seconds[LAUNCHES] += op.op.layers * fixed
         compute = compute_time(op.op, plan.profile, plan.model.dtype)
         lines = links.lines(op.op.read_bytes, compute, staged=op.transport == "staged")
         for counts, layers in Counter(op.placement).items():

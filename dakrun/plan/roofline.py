@@ -227,18 +227,19 @@ def staged_time(
 def norm_time(op: Op, profile: HardwareProfile) -> float:
     """Seconds of the norm ahead of `op`, and of a router; 0 if there is none or costs are unknown.
 
-    Ahead of a quantized weight it is a launch of its own, as with many rows. Its CTAs normalize a
-    row each, so that few rows take as long as 2 * FEW_ROWS, which are measured as such a launch.
+    Ahead of a quantized weight it is a launch of its own, behind which the product starts late. Its
+    CTAs normalize a row each, so that few rows take as long as 2 * FEW_ROWS, which are measured as
+    such a launch.
     """
     costs = profile.router_or_estimate if op.category == "experts" else profile.norm
     if not op.normed or costs is None:
         return 0.0
-    rows = op.batch_size
+    rows, late = op.batch_size, 0.0
     if op.quantized and op.category == "linear":
-        rows = max(rows, 2 * FEW_ROWS)
+        rows, late = max(rows, 2 * FEW_ROWS), profile.kernel_model.late_start_seconds
     seconds, efficiency = costs.at(rows)
     nbytes = 2 * rows * op.shape[1] * op.element_bytes  # read and written
-    return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds
+    return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds + late
 
 
 def sampling_time(model: ModelConfig, rows: int, profile: HardwareProfile) -> float:
