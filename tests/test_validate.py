@@ -186,7 +186,11 @@ def test_a_missing_shard_is_the_error_of_generate(
     assert checked.stderr == "".join(wanted.stderr.splitlines(keepends=True)[-2:])
     assert checked.stderr.startswith(f"error: {gone}: no such file\nhint: ")
     shard.unlink()
-    assert validate(source, "--model", str(folder)).stdout.splitlines()[0].endswith("cannot run:")
+    checked = CliRunner().invoke(main, ["validate", *command])
+    assert checked.exit_code == 1 and checked.stdout.splitlines()[0].endswith("cannot run:")
+    assert checked.stderr.splitlines()[0] == (
+        f"{folder}: weights are missing (2 weight files), and were not looked at"
+    )
 
 
 def test_whose_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

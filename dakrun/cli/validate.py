@@ -49,7 +49,8 @@ def validate(
     (a hub id's is downloaded) rows are checked as generate checks them. Without it, 4 characters of
     text count as a token, and chat templates are not checked; without --model, neither are token
     ids, nor lengths unless --max-model-len is given. A folder of which some weight files are
-    missing is an error, as for generate. Exits with 1 if some rows cannot run.
+    missing is an error, as for generate; where all are, a line says so. Exits with 1 if some rows
+    cannot run.
     """
     from dakrun.config import MAX_SIZE, SamplingParams, model_len
     from dakrun.models import check_shards, tokenizer_directory
@@ -63,9 +64,10 @@ def validate(
         _, rows = check_source(source, params, rules, whole=True)
     else:
         config, hardware = resolve_model(model, run.dtype), resolve_profile(str(run.profile))
-        folder = tokenizer_directory(model)
-        if folder is not None and folder == Path(model).expanduser():  # no hub id
-            check_shards(folder)
+        folder, named = tokenizer_directory(model), Path(model).expanduser()
+        if folder == named and (missing := check_shards(named)):  # no hub id
+            files = counted(missing, "weight file")
+            eprint(f"{folder}: weights are missing ({files}), and were not looked at")
         longest = model_len(config, run.max_model_len)
         rules = model_rules(config, folder, longest, run.chat_template)
         expected, rows = check_source(source, params, rules, whole=True)

@@ -35,15 +35,16 @@ def safetensors_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def check_shards(directory: Path) -> None:
-    """Raise CannotRun if the index names a file that is missing, unless no weights are there.
+def check_shards(directory: Path) -> int:
+    """The number of files that the index names where all of them are missing, else 0.
 
-    Raises UsageError if the index is malformed.
+    Raises CannotRun if only some are missing, and UsageError if the index is malformed.
     """
     files = safetensors_files(directory)
     missing = [path for path in files if not path.exists()]
     if missing and len(missing) < len(files):
         raise _no_shard(missing[0])
+    return len(missing)
 
 
 def indexed(index: Path) -> dict[str, str]:
