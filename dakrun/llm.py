@@ -5,9 +5,9 @@ Puts the pieces together: model -> plan -> tiers -> weights -> engine.
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
@@ -21,19 +21,14 @@ from dakrun.engine.machine_planner import MachinePlanner
 from dakrun.engine.offline import OfflineCalls
 from dakrun.engine.runner import gpu_errors
 from dakrun.engine.unfinished import Unfinished
-from dakrun.errors import (
-    CannotRun,
-    OutOfGpuMemory,
-    UsageError,
-    refuse_unsupported,
-)
+from dakrun.errors import CannotRun, OutOfGpuMemory, UsageError
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.kernels.runtime import described_card, gpu_name
 from dakrun.memory.limits import check_threads, usable_cores
 from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.models import hub, popularity
 from dakrun.models.families import decoder_of
-from dakrun.plan import RESERVE_BYTES, RunKeywords, RunOptions
+from dakrun.plan import RESERVE_BYTES, Keywords, RunOptions, run_options
 from dakrun.report import make_report
 from dakrun.requests import (
     Completion,
@@ -47,27 +42,6 @@ from dakrun.units import format_bytes
 from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import OnLoad, tier_capacities
-
-# Arguments of vLLM's LLM, and their values that change nothing.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "disable_log_stats": (True, False),
-    "pipeline_parallel_size": (1,),
-    "seed": (0,),
-    "tensor_parallel_size": (1,),
-    "tokenizer_mode": ("auto",),
-    "trust_remote_code": (False,),
-}
-
-
-class Keywords(RunKeywords, total=False):
-    """Keyword arguments of LLM: those of RunOptions, and the ones of vLLM's LLM in _NEUTRAL."""
-
-    disable_log_stats: bool
-    pipeline_parallel_size: int
-    seed: int
-    tensor_parallel_size: int
-    tokenizer_mode: str
-    trust_remote_code: bool
 
 
 class LLM(OfflineCalls):
@@ -271,20 +245,6 @@ def _device(name: str) -> torch.device:
         )
     has_gpu = name != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
-
-
-def run_options(given: Mapping[str, Any], run: RunOptions | None = None) -> RunOptions:
-    """`run` with the options in `given`, keyword arguments of LLM; some may be vLLM's (_NEUTRAL).
-
-    Raises UsageError for other names, and for invalid values.
-    """
-    names = [field.name for field in fields(RunOptions)]
-    others = {name: value for name, value in given.items() if name not in names}
-    refuse_unsupported(others, _NEUTRAL, ("model", *names, "on_rules", "on_allocate", "on_load"))
-    known = {name: value for name, value in given.items() if name in names}
-    if known.get("policy", ...) is None:
-        del known["policy"]
-    return replace(run or RunOptions(), **known)
 
 
 def _tokenizer(directory: Path | None, run: RunOptions) -> Tokenizer | None:

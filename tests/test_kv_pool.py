@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dakrun.config import SamplingParams, Workload
 from dakrun.engine import Accepted, Admission, Step, admission
 from dakrun.engine.answers import Answers
-from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.kv_layout import RowLayout
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import RequestState
 from dakrun.engine.swap import Saved

@@ -11,7 +11,8 @@ import pytest
 import torch
 from peers import readable_peer
 
-from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.kv_layout import RowLayout
 from dakrun.errors import CannotRun
 from dakrun.formats import Rows
 from dakrun.geometry import KV_BLOCK

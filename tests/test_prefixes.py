@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dakrun.config import SamplingParams
-from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.kv_layout import RowLayout
 from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.step import Row, Step
 from dakrun.geometry import KV_BLOCK

@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from dakrun.cli.options import (
     threads_option,
     workload_options,
 )
+from dakrun.cli.suggested import say_suggested, with_suggested
 from dakrun.errors import EXIT_FAILED, UsageError
 from dakrun.interrupt import Interrupted
 
@@ -112,27 +113,12 @@ def generate(
     say = _say_nothing if quiet else eprint
     params = SamplingParams(**sampling)
     if generation_config != "none":
-        from dakrun.models.generation import with_suggestion
-        from dakrun.models.hub import suggesting_directory
-
-        directory = suggesting_directory(generation_config, model)
-        params = with_suggestion(params, directory, _given(sampling))
+        params = with_suggested(params, generation_config, model, sampling)
     run, profile = replace(run, expected_tokens=sampling["max_tokens"]), str(run.profile)
     if ray is not None:
-        if ordered:
-            raise UsageError("--ordered does not go with --ray", hint="drop it: parts have ids")
-        if verbose:
-            raise UsageError(
-                "--verbose does not go with --ray",
-                hint="drop it: --report has each worker's ops and tiers",
-            )
-        if changed or retry_failed:
-            given = "--changed" if changed else "--retry-failed"
-            raise UsageError(
-                f"{given} does not go with --ray", hint="drop it, or run without --ray"
-            )
-        from dakrun.cli.ray import run_on_ray
+        from dakrun.cli.ray import refuse_options, run_on_ray
 
+        refuse_options(ordered=ordered, verbose=verbose, changed=changed, retry_failed=retry_failed)
         return run_on_ray(
             address=ray,
             workers=workers,
@@ -193,7 +179,7 @@ def generate(
         if folder is not None:
             check_sentencepiece(folder)
             if generation_config == "none" and not params.temperature:
-                _say_suggestion(folder, say)
+                say_suggested(folder, say)
         weights = None if run.load_format == "dummy" else folder
         max_len = model_len(config, run.max_model_len)
         fingerprint = make_fingerprint(
@@ -301,23 +287,3 @@ def _kept_from_collection() -> Iterator[None]:
 
 def _say_nothing(text: str) -> None:
     """Take the place of eprint under --quiet."""
-
-
-def _given(names: Iterable[str]) -> frozenset[str]:
-    """Those of the options `names` that are on the command line."""
-    default = click.core.ParameterSource.DEFAULT
-    context = click.get_current_context()
-    return frozenset(name for name in names if context.get_parameter_source(name) is not default)
-
-
-def _say_suggestion(folder: Path, say: Callable[[str], None]) -> None:
-    """Say which sampling the model suggests, if any, before a greedy run."""
-    from dakrun.models.generation import described, suggestion, unsupported
-
-    if suggested := suggestion(folder):
-        others = ", ".join(unsupported(suggested))
-        end = f"of which {others} is not supported" if others else ""
-        say(
-            f"greedy; the model's generation_config.json suggests {described(suggested)}, "
-            + (end or "which --generation-config auto takes")
-        )

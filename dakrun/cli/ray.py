@@ -10,6 +10,18 @@ from dakrun.cli.console import eprint, quiet_stderr, stderr_console
 from dakrun.errors import EXIT_FAILED, CannotRun, UsageError
 
 
+def refuse_options(*, ordered: bool, verbose: bool, changed: bool, retry_failed: bool) -> None:
+    """Raise UsageError for options of generate that --ray does not have."""
+    for name, given, hint in (
+        ("ordered", ordered, "drop it: parts have ids"),
+        ("verbose", verbose, "drop it: --report has each worker's ops and tiers"),
+        ("changed", changed, "drop it, or run without --ray"),
+        ("retry-failed", retry_failed, "drop it, or run without --ray"),
+    ):
+        if given:
+            raise UsageError(f"--{name} does not go with --ray", hint=hint)
+
+
 def run_on_ray(
     *,
     address: str,

@@ -8,7 +8,8 @@ row, and has the requests to begin again after an error. offline.py has the call
 that complete prompts, rows_bar.py their progress bar in the terminal.
 
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
-prefix_cache.py the blocks that prompts share, and swap.py copies blocks to host memory and back.
+kv_layout.py what lies in a block, prefix_cache.py the blocks that prompts share, and swap.py copies
+blocks to host memory and back.
 
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
 computes a step: graph_runner.py on the GPU's kernels, reference_runner.py in plain torch

@@ -14,7 +14,8 @@ from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.expert_copies import ExpertCopies
 from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
-from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.kv_layout import RowLayout
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner

@@ -4,71 +4,21 @@ A slot holds a running request. It is in one tier, whose blocks it takes one by 
 and gives back at its end. A slot of the local tier may spill: its leading blocks then lie in the
 first remote one, up to `spill_blocks` of all slots. Slots share full blocks of equal prompts, which
 are found by name; shared blocks that no slot has are kept until their room is needed. Knows slots,
-blocks, layers and bytes. A layout knows how keys and values lie in a block: KVShape for the GPU's
-kernels, RowLayout for plain torch. Knows neither requests nor plans.
+blocks, layers and bytes; kv_layout.py knows what lies in a block. Knows neither requests nor plans.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 
+from dakrun.engine.kv_layout import SlotLayout
 from dakrun.engine.prefix_cache import PrefixCache
-from dakrun.formats import KVLayout
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels.attention import BlockTables
 from dakrun.memory.device import device_view, in_order, upload
 from dakrun.memory.tiers import Tier
 from dakrun.units import ceil_div
-
-
-class SlotLayout(Protocol):
-    """What the cache knows of a layout of keys and values."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a full slot."""
-        ...
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        ...
-
-    @property
-    def head_bytes(self) -> int | None:
-        """Bytes from head to head of a block that kernels find by block tables; None: no tables."""
-        ...
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """A block of one layer as keys, then values, [64 positions, Hkv, D] of any dtype.
-
-    `positions` is the capacity of a slot.
-    """
-
-    kv_heads: int
-    head_dim: int
-    positions: int
-    dtype: torch.dtype
-    head_bytes: ClassVar[None] = None
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a full slot."""
-        return ceil_div(self.positions, KV_BLOCK)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        return KVLayout(self.kv_heads, self.head_dim, self.dtype.itemsize).block_bytes
-
-    def view(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys and values [..., 2, 64, Hkv, D] of the bytes [..., layer_bytes] of blocks."""
-        return blocks.view(self.dtype).unflatten(-1, (2, KV_BLOCK, self.kv_heads, self.head_dim))
 
 
 class KVCache:

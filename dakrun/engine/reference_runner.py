@@ -16,7 +16,8 @@ from dakrun.drafts import Drafter
 from dakrun.engine.acceptance import accept
 from dakrun.engine.expert_moves import ExpertMoves
 from dakrun.engine.expert_use import ExpertUse
-from dakrun.engine.kv_cache import KVCache, RowLayout
+from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.kv_layout import RowLayout
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.reference_backend import ReferenceBackend, TimedBackend
 from dakrun.engine.runner import Chosen

@@ -1,7 +1,7 @@
 """The layout of keys and values in the KV cache: its bytes, and whether kernels read it.
 
 The cache itself knows bytes only. kernels/attention/kv_blocks.py has the order of the elements in a
-block for the GPU's kernels, engine/kv_cache.py for plain torch.
+block for the GPU's kernels, engine/kv_layout.py for plain torch.
 """
 
 from dataclasses import dataclass

@@ -16,6 +16,7 @@ from dakrun.plan.footprint import (
     kv_staging_bytes,
     pass_tokens,
 )
+from dakrun.plan.keywords import Keywords, RunKeywords, run_options
 from dakrun.plan.ops import (
     Op,
     attention_op,
@@ -24,7 +25,7 @@ from dakrun.plan.ops import (
     linear_op,
     weight_bytes,
 )
-from dakrun.plan.options import RunKeywords, RunOptions
+from dakrun.plan.options import RunOptions
 from dakrun.plan.peak_blocks import blocks_suffice
 from dakrun.plan.plan import RING_GROUPS, OpPlan, Plan, ring_bytes, spare_experts
 from dakrun.plan.planner import make_plan
@@ -60,6 +61,7 @@ __all__ = [
     "VERIFIED_TOKENS",
     "DraftForecast",
     "ExpectedRun",
+    "Keywords",
     "Links",
     "Op",
     "OpPlan",
@@ -93,6 +95,7 @@ __all__ = [
     "requests_per_admission",
     "ring_bytes",
     "run_bound",
+    "run_options",
     "sms_by_tier",
     "spare_experts",
     "tokens_kept",

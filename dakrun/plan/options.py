@@ -6,7 +6,7 @@ The planner reads the options of workload and memory, LLM the others.
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Literal, get_args
 
 from dakrun.config import (
     DTYPE_BYTES,
@@ -181,29 +181,3 @@ class RunOptions:
             speculation=self.speculation,
             shared_len=shared_len,
         )
-
-
-class RunKeywords(TypedDict, total=False):
-    """The fields of RunOptions as keyword arguments, for type checkers and editors."""
-
-    dtype: Dtype | Literal["auto"]
-    device: Literal["auto", "cuda", "cpu"]
-    profile: str | Path | HardwareProfile
-    batch_size: int | Literal["auto"]
-    max_batch_size: int
-    max_decode_step: float | None
-    max_model_len: int | None
-    expected_tokens: int
-    expected_prompt: int | None
-    expected_run: ExpectedRun | None
-    policy: Policy | None
-    needs_tokenizer: bool
-    chat_template: str | None
-    reasoning: str
-    load_format: LoadFormat
-    format: str
-    popularity: str
-    choices: str
-    speculate: str
-    threads: int | None
-    started: datetime | None

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
-from dakrun.llm import LLM, run_options
+from dakrun.llm import LLM
+from dakrun.plan import run_options
 from dakrun.ray.model_thread import ModelThread, Result, no_longer
 from dakrun.ray.node import load_on_node
 from dakrun.requests import AheadRow, PromptStarts, RowError, own_id
