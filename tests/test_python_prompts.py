@@ -230,6 +230,20 @@ def test_wrong_prompts_are_named_before_anything_runs(llm: LLM, prompt: object, 
     assert llm.engine.stats.prefill_steps == before
 
 
+def test_a_request_of_unknown_tokens_is_its_own_error(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [
+        Request(id=str(i), line=i + 1, prompt_ids=(5, token), params=params)
+        for i, token in enumerate((6, 99999, -1, 7))
+    ]
+    found = {result.id: result for result in llm.stream(requests)}
+    errors = [found.pop(name) for name in "12"]
+    for error, said in zip(errors, ("99999 is not in the model's", "-1 is negative"), strict=True):
+        assert isinstance(error, RowError) and error.code == "invalid_prompt"
+        assert error.message.startswith(f"token id {said}")
+    assert [len(result.token_ids) for result in found.values()] == [2, 2]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"stop_token_ids": [5, 99999]}, {"logit_bias": {99999: 1}}, {"bad_words": [[5, 99999]]}],

@@ -13,7 +13,15 @@ from dakrun.engine.sampler import request_seed
 from dakrun.engine.step import Sampling
 from dakrun.grammars import Grammars, Guidance, StructuredOutputsParams, is_valid
 from dakrun.plan import Plan
-from dakrun.requests import Completion, Request, RowError, StopStrings, Tokenizer, check_tokens
+from dakrun.requests import (
+    Completion,
+    Request,
+    RowError,
+    StopStrings,
+    Tokenizer,
+    check_ids,
+    check_tokens,
+)
 
 Reason = Literal["stop", "length", "error"]  # why a request ends
 
@@ -33,12 +41,14 @@ class Answers:
     def begin(self, request: Request) -> RequestState:
         """`request` as it arrives, not in a slot yet.
 
-        Raises BadRow if its parameters name a token that is not in the vocabulary.
+        Raises BadRow if it has, or its parameters name, a token that is not in the vocabulary.
         """
         length = len(request.prompt_ids)
         if not 0 < length < self._max_len:
             raise ValueError(f"expected a prompt of 1 to {self._max_len - 1} tokens, got {length}")
         params = request.params
+        check_ids(request.prompt_ids, self._vocab_size)
+        check_tokens(params, self._vocab_size)
         stop = None
         if params.stop:
             if self._tokenizer is None:
@@ -48,7 +58,6 @@ class Answers:
             stop = StopStrings(params.stop, added.spelled, request.reply.thought, params.min_tokens)
         if any(isinstance(word, str) for word in params.bad_words):
             raise ValueError("expected bad_words as token ids")
-        check_tokens(params, self._vocab_size)
         limit, tokens = params.limit(self._max_len - length), list[int]()
         history = History(request.prompt_ids, tokens, self.eos)
         seed, guidance = request_seed(params.seed, request.id), self._guidance(request)

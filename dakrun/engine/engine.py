@@ -92,7 +92,7 @@ class Engine:
         prompts takes longer to launch. They begin at once if none is running, or none is there to
         wait for.
         A request ends in a RowError where the model's logits are NaN or infinite, if the KV cache
-        is too small for it, or if its parameters name a token that is not in the vocabulary.
+        is too small for it, or if it has or names a token that is not in the vocabulary.
         Raises UsageError, at the first completion, while another run is active.
         """
         if not self._one_run.acquire(blocking=False):

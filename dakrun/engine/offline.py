@@ -130,8 +130,8 @@ class OfflineCalls(ABC):
         that none has arrived yet (see Engine.generate).
 
         A prompt ends in a RowError if it does not fit in the KV cache, or if the model's logits
-        for it are NaN or infinite; a Request also if its parameters name a token that is not in the
-        vocabulary.
+        for it are NaN or infinite; a Request also if it has, or its parameters name, a token that
+        is not in the vocabulary.
         One stream or `generate` runs at a time: another raises UsageError until the first has
         ended, is closed, or is garbage-collected.
         """

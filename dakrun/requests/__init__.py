@@ -28,7 +28,7 @@ from dakrun.requests.input_rows import AheadRow, own_id, parse_row
 from dakrun.requests.lengths import PromptStarts, RowLengths
 from dakrun.requests.native_rows import error_row
 from dakrun.requests.parquet_files import ParquetOutput, is_parquet
-from dakrun.requests.prompts import BadRow, PromptRules, check_tokens
+from dakrun.requests.prompts import BadRow, PromptRules, check_ids, check_tokens
 from dakrun.requests.python_prompts import Prompt, as_requests
 from dakrun.requests.reader import RequestReader
 from dakrun.requests.request import (
@@ -77,6 +77,7 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "as_requests",
+    "check_ids",
     "check_rows",
     "check_sentencepiece",
     "check_tokens",

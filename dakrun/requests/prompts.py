@@ -88,12 +88,7 @@ class PromptRules:
                 f"the prompt has {len(ids)} tokens, but only {limit} and a new one fit into the "
                 f"maximum length of {self.max_model_len}; {remedy}",
             )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            bad = next(t for t in ids if not 0 <= t < self.vocab_size)
-            outside = f"not in the model's vocabulary of {self.vocab_size}"
-            raise BadRow(
-                "invalid_prompt", f"token id {bad} is {'negative' if bad < 0 else outside}"
-            )
+        check_ids(ids, self.vocab_size)
         return ids
 
     def checked_params(self, params: SamplingParams) -> SamplingParams:
@@ -130,6 +125,14 @@ class PromptRules:
             self.grammars.matcher(form)
         except UsageError as problem:
             raise BadRow("invalid_grammar", f"{problem}; {problem.hint}") from None
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise BadRow if a token of a prompt is not in the vocabulary; there is at least one."""
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        outside = f"not in the model's vocabulary of {vocab_size}"
+        raise BadRow("invalid_prompt", f"token id {bad} is {'negative' if bad < 0 else outside}")
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
