@@ -50,6 +50,8 @@ def activation_bytes(
     width = sum(decoder_of(model).widths.values()) + model.q_size + hidden
     # KV of a prompt's earlier passes
     cached = 3 * model.kv_layout.position_bytes * workload.max_model_len
+    verified = verified_tokens(workload)
+    verified += min(PROMPT_ENDS, workload.batch_size) if verified else 0
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
     in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
@@ -60,18 +62,17 @@ def activation_bytes(
                 n, experts=experts, top_k=top_k, hidden=model.hidden_size, ffn=of.ffn_size
             )
             # of passes with prompts, of decode steps, and of those with drafts
-            for n in (rows, workload.batch_size, verified_tokens(workload))
+            for n in (rows, workload.batch_size, verified)
             if n
         )
     logits, vocabulary = workload.batch_size * model.vocab_size, model.vocab_size
     tables = workload.batch_size * adjustment_bytes(workload.max_model_len, vocabulary)
     # Logits twice: those whose log-probabilities are wanted are copied.
-    verified = verified_tokens(workload)
+    drafting = verified * (width + 2 * vocabulary) * size
     if verified:
-        verified = (verified + PROMPT_ENDS) * (width + 2 * vocabulary) * size
         texts = 4 * workload.batch_size * workload.max_model_len
-        verified += texts + DRAFT_INDEX_BYTES + DRAFT_GRAPHS_BYTES
-    return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables) + verified
+        drafting += texts + DRAFT_INDEX_BYTES + DRAFT_GRAPHS_BYTES
+    return max(in_torch, in_kernels) + max(3 * logits * 4, 2 * logits * size + tables) + drafting
 
 
 def verified_tokens(workload: Workload) -> int:
