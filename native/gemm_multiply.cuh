@@ -11,9 +11,8 @@
 #include "wgmma.cuh"
 
 // Starts acc += W X^T for `atoms` of W, `w_atom` apart, and of X, both given by descriptors.
-template <int atoms>
-__device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x,
-                                         Accumulators& acc) {
+template <int atoms, class Sums>
+__device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x, Sums& acc) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < atoms; i++) {
@@ -28,8 +27,9 @@ __device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x
 
 // The same for `atoms` of W from shared address `w` on, `w_atom` bytes apart, and of X from `x` on.
 // Two atoms make one group of wgmmas: fence and commit of a group cost as much as its products.
+template <class Sums>
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
-                                         Accumulators& acc) {
+                                         Sums& acc) {
   uint64_t a = ptx::matrix_descriptor(w), b = ptx::matrix_descriptor(x);
   w_atom >>= 4;
 #pragma unroll 1

@@ -4,7 +4,7 @@
 
 #include "tiled_gemm.cuh"
 
-// The first row block of a tile's expert, and where its rows of X end.
+// The first row block of a tile's expert, and where the tile's rows of X end.
 struct TileBounds {
   int first_row_block, rows_end;
 
@@ -186,7 +186,11 @@ struct TileScheduler : Tiles {
     row_block = begin_of(expert) + w * size;
     row_blocks = min(size, end_of(expert) - row_block);
     first_row_block = expert * args.expert_row_blocks;
-    rows_end = __shfl_sync(0xffffffff, end, owner);
-    n = rows_end - __shfl_sync(0xffffffff, rows, owner) + x * x_rows();
+    // The expert's tiles along X have as many rows each, a multiple of those of the smallest box.
+    const int expert_end = __shfl_sync(0xffffffff, end, owner);
+    const int count = __shfl_sync(0xffffffff, rows, owner), box = args.rest_rows;
+    const int tile_rows = quotient(count + along_x * box - 1, along_x * box) * box;
+    n = expert_end - count + x * tile_rows;
+    rows_end = min(expert_end, n + tile_rows);
   }
 };

@@ -30,6 +30,9 @@
 #include "tiled_segments.cuh"
 #include "tiled_stream_k.cuh"
 #include "tiled_units.cuh"
+#if TALL
+#include "grouped_tiled_multiply.cuh"
+#endif
 
 static_assert(WGMMA || TILES <= 8 && !WIDE, "with more, operands of mma would spill");
 
@@ -138,6 +141,8 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       stage.advance(ring.stages);
     }
 #endif
+#elif TALL
+    multiply_tile(tile, ring, w_offset, stage, acc);
 #else
 #pragma unroll 1
     for (int left = tile.k_end - tile.k; left > 0; left--) {

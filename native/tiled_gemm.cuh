@@ -8,9 +8,11 @@
 #define GROUPED 0
 #endif
 constexpr bool kGrouped = GROUPED;
+// Tall tiles have all rows of X of nearly every expert, and multiply as many as there are.
+#define TALL (GROUPED && WGMMA && !WIDE && !CODE && TILES > 8)
 
 static_assert(kWarpgroups == 2, "row_groups are 1 or 2");
-static_assert(TILES % (WIDE ? 4 : 8) == 0 && TILES <= 32, "at most 256 rows a warpgroup");
+static_assert(TILES % (WIDE ? 4 : 8) == 0 && TILES <= (TALL ? 40 : 32), "accumulators fit");
 
 constexpr int kTiledThreads = TILED_THREADS;
 static_assert(kTiledThreads == kConsumers + kWarpgroup, "consumers, and a warpgroup of producers");
@@ -62,7 +64,8 @@ struct TiledGemmArgs {
   int boxes;          // whether y_boxes is there; not with kSiluMul
   int m, n;
   // Rows of X in a box. w_ctas boxes of box_rows hold a warpgroup's rows, w_ctas of rest_rows the
-  // last ones, which are fewer; rest_rows is 0 if there are none.
+  // last ones, which are fewer; rest_rows is 0 if there are none. Grouped: boxes of box_rows hold a
+  // tile's rows, and boxes of rest_rows the last ones.
   int box_rows, rest_rows;
   int activation;
   int order;

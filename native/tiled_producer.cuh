@@ -66,7 +66,7 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
 
 // The X producer, a warp of which one thread copies. The rows of the last warpgroup along X have a
 // box of their own size: rows beyond X would come as zeros, and slowly. Their sums are not stored.
-// Where rows are grouped by expert, each expert has last rows: several smaller boxes hold them.
+// Where rows are grouped by expert, each tile may have last rows: several smaller boxes hold them.
 __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring& ring,
                                           const CtaCoord& cta, const SegmentBarriers& barriers) {
   constexpr int kRowBytes = kAtomK * 2;
@@ -77,8 +77,9 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
   RingPosition fill;
   for (Tiles tile(args, cta); tile.next();) {
     if (tile.first()) wait_for_input(args);
-    const int left = max(0, tile.n_end(args) - tile.n), whole = min(max_boxes, left / kXRows);
-    const int rest = kGrouped ? min(left, max_boxes * kXRows) - whole * kXRows : 0;
+    const int left = max(0, tile.n_end(args) - tile.n);
+    const int whole = kGrouped ? quotient(left, args.box_rows) : min(max_boxes, left / kXRows);
+    const int rest = left - whole * args.box_rows;
     const int boxes = kGrouped ? whole + quotient(rest + args.rest_rows - 1, args.rest_rows)
                                : min(max_boxes, (left + kXRows - 1) / kXRows);
     const int rows = whole * args.box_rows + (boxes - whole) * args.rest_rows;
@@ -93,9 +94,10 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
           const TensorMap* map = i < whole ? &args.x : &args.x_rest;
           const int part = (i < whole ? args.box_rows : args.rest_rows) * sharer;
           const int behind = kGrouped ? max(0, i - whole) : 0;  // of the small boxes
-          const int n = tile.n + (i - behind) * kXRows + behind * args.rest_rows + part;
-          const uint32_t to = ring.smem_x(fill.stage) + (i - behind) * kXAtomBytes +
-                              (behind * args.rest_rows + part) * kRowBytes;
+          const int apart = kGrouped ? args.box_rows : kXRows;
+          const int n = tile.n + (i - behind) * apart + behind * args.rest_rows + part;
+          const uint32_t to = ring.smem_x(fill.stage) +
+                              ((i - behind) * apart + behind * args.rest_rows + part) * kRowBytes;
           if (multicast) {
             ptx::tensor_load_multicast(to, map, k * kAtomK, n, 0, full_barrier,
                                        cta.multicast_mask());

@@ -35,7 +35,7 @@ from dakrun.launches import (
 )
 from dakrun.memory.matrix import TieredMatrix
 
-NARROW, WIDE = grouped_shapes(H200)
+NARROW, TALL = grouped_shapes(H200)
 RAGGED = (0, 5, 131, 0, 64, 1, 0)  # rows of each expert
 CASES = {"ragged": RAGGED, "one": (0, 0, 0, 201, 0, 0, 0), "few": (0, 0, 0, 0, 0, 0, 3)}
 
@@ -117,7 +117,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("activation", ["none", "silu_mul"])
 @pytest.mark.parametrize("counts", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("shape", [NARROW, WIDE, Shape(8, 1)], ids=["narrow", "wide", "along-x"])
+@pytest.mark.parametrize("shape", [NARROW, TALL, Shape(8, 1)], ids=["narrow", "tall", "along-x"])
 def test_each_row_is_multiplied_by_its_expert(
     shape: Shape, counts: Sequence[int], activation: Activation, kernel_device: str
 ) -> None:
@@ -152,7 +152,7 @@ PLACES: list[tuple[tuple[int, ...], tuple[TierTiles, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("shape", [NARROW, TALL], ids=["narrow", "tall"])
 def test_no_bit_depends_on_where_experts_lie(
     shape: Shape, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +181,8 @@ def test_no_bit_depends_on_how_many_rows_an_expert_has(kernel_device: str) -> No
     needs_wgmma(WIDE, kernel_device)
     weight = weight_of(3, 80, 200, kernel_device)
     x = normal(150, 200, dtype=torch.float16, device=kernel_device)
-    wide, narrow = (launch_of(shape, TierTiles(2, 10)) for shape in (WIDE, NARROW))
-    many = run((0, 150, 0), weight, wide, kernel_device, x=x)
+    tall, narrow = (launch_of(shape, TierTiles(2, 10)) for shape in (TALL, NARROW))
+    many = run((0, 150, 0), weight, tall, kernel_device, x=x)
     for row in (0, 63, 64, 149):
         alone = run((0, 1, 0), weight, narrow, kernel_device, x=x[row : row + 1])
         assert torch.equal(alone[0], many[row])
@@ -376,8 +376,8 @@ def test_a_tile_holds_the_rows_of_nearly_all_experts() -> None:
         return grouped_launch(pairs, 128, (24576,), [TierAccess()], card=card).shape
 
     assert shape(1) == shape(512 * 8) == NARROW and NARROW.rows == 64
-    assert shape(4096 * 8) == WIDE and WIDE.rows == 128
-    assert not shape(4096 * 8, SMALL).wide
+    assert shape(4096 * 8) == TALL and TALL.rows == 320
+    assert shape(4096 * 8, SMALL) == NARROW
 
 
 def test_a_card_without_room() -> None:

@@ -10,24 +10,23 @@ from dataclasses import replace
 from dakrun.geometry import ATOM_BYTES, WARPGROUPS, unit_atoms
 from dakrun.hardware import Card
 from dakrun.launches.tiers import TierAccess
-from dakrun.launches.tiled_shapes import Launch, Shape, TierTiles, wide_tiles, x_tiles
+from dakrun.launches.tiled_shapes import Launch, Shape, TierTiles, x_tiles
 from dakrun.units import ceil_div
 
-MAX_WIDE_TILES = 24  # larger wide tiles leave fewer than five stages
+TALL_TILES = 40  # of 8 rows of X: with more, accumulators leave too few registers
 DEVIATIONS = 2  # of an expert's rows from the mean that a tile is to hold
 
 
 def grouped_shapes(card: Card, atom_bytes: int = ATOM_BYTES) -> tuple[Shape, ...]:
     """Shapes for atoms of `atom_bytes`, that of few rows of X first; none if the rings do not fit.
 
-    The warpgroups of a wide tile have 64 rows of X each. Where an expert's last tile has rows for
-    one of them alone, it takes about half of the time.
+    A tall tile multiplies as many rows of X as it has, and has those of a whole expert nearly
+    always: then W is read once.
     """
     units = unit_atoms(atom_bytes) > 1
     narrow = Shape(min(x_tiles(wgmma=card.has_wgmma)), WARPGROUPS)
-    tiles = [t for t in wide_tiles(wgmma=card.has_wgmma, units=units) if t <= MAX_WIDE_TILES]
-    wide = [Shape(max(tiles), 1, wide=True)] if tiles else []
-    found = (replace(shape, atom_bytes=atom_bytes) for shape in (narrow, *wide))
+    tall = [Shape(TALL_TILES, WARPGROUPS)] if card.has_wgmma and not units else []
+    found = (replace(shape, atom_bytes=atom_bytes) for shape in (narrow, *tall))
     return tuple(shape for shape in found if shape.fits(card))
 
 

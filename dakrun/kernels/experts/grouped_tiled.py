@@ -25,7 +25,7 @@ from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
 SOURCE = "grouped_tiled.cu"
-REST_ROWS = 16  # rows of X of the small boxes that hold an expert's last rows
+BOX_ROWS, REST_ROWS = 64, 16  # rows of X of boxes, and of those that hold a tile's last rows
 
 
 class _Args(Args):
@@ -103,7 +103,7 @@ def grouped_tiled_gemm(
     )
     shape = launch.shape
     args.segment_atoms = args.weight.atoms
-    args.box_rows, args.rest_rows = ROWS_PER_BLOCK * shape.x_tiles, REST_ROWS
+    args.box_rows, args.rest_rows = BOX_ROWS, REST_ROWS
     for field, box_rows in ((args.x, args.box_rows), (args.x_rest, args.rest_rows)):
         field[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), box_rows, 1)
     if args.boxes:
