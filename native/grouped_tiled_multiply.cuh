@@ -65,5 +65,5 @@ __device__ __forceinline__ void multiply_tile(const Tiles& tile, const Ring& rin
                                               uint32_t w_offset, RingPosition& stage,
                                               Accumulators& acc) {
   const int rows = __shfl_sync(0xffffffff, tile.rows_end - tile.n, 0);  // uniform, for the compiler
-  multiply_rows_of<8, 16, 24, 28, 32, 34, 36, TILES>(rows, tile.k_end, ring, w_offset, stage, acc);
+  multiply_rows_of<8, 12, 16, 24, 28, 32, 34, 36, TILES>(rows, tile.k_end, ring, w_offset, stage, acc);
 }

@@ -64,11 +64,17 @@ def some_card(device: str) -> Card:
 
 
 def weight_of(
-    experts: int, m: int, k: int, device: str, row_blocks: Sequence[int] = ()
+    experts: int,
+    m: int,
+    k: int,
+    device: str,
+    row_blocks: Sequence[int] = (),
+    *,
+    dtype: torch.dtype = torch.float16,
 ) -> TieredMatrix:
     """Experts' matrices of random elements, the same wherever their row blocks lie."""
     row_blocks = row_blocks or (experts * m // 8,)
-    dense = normal(experts * m, k, dtype=torch.float16, device=device) / k**0.5
+    dense = normal(experts * m, k, dtype=dtype, device=device) / k**0.5
     splits = expert_splits(row_blocks, expert_row_blocks=m // 8, top_k=2, card=hopper(3))
     return packed(dense, splits)
 
@@ -127,6 +133,18 @@ def test_each_row_is_multiplied_by_its_expert(
     launch = launch_of(shape, TierTiles(2, min(14, shape.row_blocks)))
     found = run(counts, weight, launch, kernel_device, activation=activation)
     assert error(found, exact(counts, weight, kernel_device, activation)) < 5e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tall_tile_multiplies_as_many_rows_as_it_has(
+    dtype: torch.dtype, kernel_device: str
+) -> None:
+    """Each number of rows that has code of its own; the last expert has two tiles."""
+    counts = (3, 70, 100, 0, 200, 217, 256, 260, 280, 300, 321)
+    weight = weight_of(len(counts), 72, 72, kernel_device, dtype=dtype)
+    found = run(counts, weight, launch_of(TALL, TierTiles(2, 9)), kernel_device)
+    limit = 5e-4 if dtype == torch.float16 else 4e-3
+    assert error(found, exact(counts, weight, kernel_device)) < limit
 
 
 @pytest.mark.parametrize("activation", ["none", "silu_mul"])
