@@ -96,8 +96,8 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
           const int behind = kGrouped ? max(0, i - whole) : 0;  // of the small boxes
           const int apart = kGrouped ? args.box_rows : kXRows;
           const int n = tile.n + (i - behind) * apart + behind * args.rest_rows + part;
-          const uint32_t to = ring.smem_x(fill.stage) +
-                              ((i - behind) * apart + behind * args.rest_rows + part) * kRowBytes;
+          const uint32_t to = ring.smem_x(fill.stage) + (i - behind) * (apart * kRowBytes) +
+                              (behind * args.rest_rows + part) * kRowBytes;
           if (multicast) {
             ptx::tensor_load_multicast(to, map, k * kAtomK, n, 0, full_barrier,
                                        cta.multicast_mask());
