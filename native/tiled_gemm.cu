@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
                    x_offset = (part.n - tile.n) * kAtomK * 2;
     const TileEpilogue epilogue(args, part, blocks, tile.stores_partial, first_pass(args, cta));
     Accumulators acc;
-    load_partial(args, cta.sharers, tile.loads_partial, acc);
+    if (!kGrouped) load_partial(args, cta.sharers, tile.loads_partial, acc);
 
     // Main loop over the tile's stages.
 #if WGMMA  // wgmma is asynchronous: a stage is released when the next stage's products have started

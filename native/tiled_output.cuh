@@ -121,18 +121,22 @@ struct TileEpilogue {
       stager.stage<kind>(args, acc.tile[0] + 2 * pass * kPassTiles, biases.in(pass), block);
     };
     all.begin();
-    if (kind != kGated && all.outputs.fit_boxes(all.count)) {
+    int first = 0;
+    // Behind an expert's rows are those of the next: a last pass that is not whole is stored below.
+    const int whole = kGrouped ? min(all.count, all.outputs.whole_passes()) : all.count;
+    if (kind != kGated && all.outputs.fit_boxes(whole)) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; pass++) {
-        if (pass >= all.count) continue;
+        if (pass >= whole) continue;
         const uint32_t block = all.take(pass);
         stage(pass, block);
         all.store(block, pass, true);
       }
-      return;
+      if (!kGrouped) return;
+      first = whole;
     }
 #pragma unroll 1
-    for (int pass = 0; pass < all.count; pass++) {
+    for (int pass = first; pass < all.count; pass++) {
       const uint32_t block = all.take(pass);
 #pragma unroll
       for (int i = 0; i < kPasses; i++)

@@ -140,6 +140,11 @@ struct WarpOutputs {
     return min(kPasses, all);
   }
 
+  // Without WIDE: passes whose blocks are full of rows, the first ones.
+  __device__ __forceinline__ int whole_passes() const {
+    return rows / kBlockRows;
+  }
+
   // Whether TMA can store the blocks of the first `passes` passes: they are whole, or hold all that
   // Y has there. A box must begin at a multiple of 16 bytes, or the instruction is illegal (H200):
   // gated outputs of a tile that begins with an odd row block do not. Behind an expert's rows of Y
