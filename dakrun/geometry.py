@@ -71,8 +71,8 @@ NORMALIZE_MAX_COLS = 2 * NORMALIZE_SHARING_COLS  # maximum columns of a row
 DRAFT_THREADS = 256  # per CTA of draft_tokens, which has one row
 DRAFT_MAX_TOKENS = 32  # of a row in a step with drafts
 LONGEST_MATCH = 32  # tokens of a text's end that are compared to find drafts, at most
-NO_TOKEN = -1  # in place of the token of a row whose largest logit is NaN or infinite
-NONE_ALLOWED = -2  # in place of the token of a row whose grammar allows none
+NO_TOKEN = -1  # instead of the token of a row whose largest logit is NaN or infinite
+NONE_ALLOWED = -2  # instead of the token of a row whose grammar allows none
 
 CUDA_CONSTANTS = {
     "ROWS_PER_BLOCK": ROWS_PER_BLOCK,

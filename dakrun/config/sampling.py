@@ -50,7 +50,7 @@ class SamplingParams:
     its id, not on the other requests in the batch. The id of a prompt of the Python API is its
     number in the list; such a prompt gets `n` completions, with a seed each. With `logprobs`, a
     number up to MAX_LOGPROBS, the result has for each new token its log-probability, and those of
-    this many likeliest tokens in its place. With `prompt_logprobs` it has them for each token of
+    this many likeliest tokens there. With `prompt_logprobs` it has them for each token of
     the prompt but the first; `max_tokens` may then be 0.
 
     `min_p` keeps tokens that have at least this part of the likeliest one's probability. None of

@@ -61,7 +61,7 @@ def adjusted(
 def _penalized(logits: torch.Tensor, params: SamplingParams, history: History) -> torch.Tensor:
     counts = Counter({**dict.fromkeys(history.prompt, 0), **Counter(history.tokens)})
     seen = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
-    # Tensors, since a GPU multiplies by the reciprocal of a number in place of dividing by it.
+    # Tensors, since a GPU multiplies by the reciprocal of a number instead of dividing by it.
     times, repetition, frequency, presence = (
         torch.tensor(values, dtype=torch.float32, device=logits.device)
         for values in (

@@ -75,7 +75,7 @@ def _experts_fit(model: ModelConfig) -> bool:
 
 
 def why_plain_torch(plan: Plan, device: torch.device) -> str | None:
-    """Why a GPU runs plain torch in place of the kernels; None where it runs them, or on a CPU."""
+    """Why a GPU runs plain torch instead of the kernels; None where it runs them, or on a CPU."""
     if device.type != "cuda" or runs_on_kernels(plan, device):
         return None
     if not has_kernels(device):

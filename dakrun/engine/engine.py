@@ -41,7 +41,7 @@ class _Launched:
     drafts: int
 
 
-_NO_MORE = object()  # in place of a request: the run has all of them
+_NO_MORE = object()  # instead of a request: the run has all of them
 RESULT_DELAY_S = 0.5  # the most that a result waits for steps to be launched first
 
 
@@ -84,7 +84,7 @@ class Engine:
 
         Results are made and yielded while the device computes, since the caller may take its time.
 
-        None in place of a request says that none has arrived: the others go on, and the next is
+        None instead of a request says that none has arrived: the others go on, and the next is
         asked for after a step. When nothing runs, `requests` should wait for one instead. If it
         `may_wait` at other times too, perhaps for a result, it is asked once all results are given.
 

@@ -19,7 +19,7 @@ from dakrun.grammars import Guide, ParallelGuides
 from dakrun.kernels import TokenMask, mask_words
 from dakrun.memory.limits import usable_cores
 
-NOT_YET = -3  # in the log, in place of a token that has not been chosen yet
+NOT_YET = -3  # in the log, instead of a token that has not been chosen yet
 # Between looks at the log: an eighth of the time that has passed since something was found there,
 # within limits. Each look takes Python's lock from the threads that launch steps and write results.
 POLL_S, MAX_POLL_S = 100e-6, 1e-3

@@ -126,7 +126,7 @@ class OfflineCalls(ABC):
 
         The `id` of a result is the index of its prompt, or that of its Request. Prompts are all
         checked before the first begins. Requests are only taken when there is room, after the
-        results of those that have ended, and have their own parameters; None in place of one says
+        results of those that have ended, and have their own parameters; None instead of one says
         that none has arrived yet (see Engine.generate).
 
         A prompt ends in a RowError if it does not fit in the KV cache, or if the model's logits

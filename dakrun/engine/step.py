@@ -75,7 +75,7 @@ class Step(NamedTuple):
 
 
 Likeliest = list[tuple[int, float]]
-"""A token, then the likeliest ones in its place, each with its log-probability."""
+"""A token, then the likeliest ones there, each with its log-probability."""
 
 
 class Accepted(NamedTuple):

@@ -167,7 +167,7 @@ class RemotePart:
                 yield from (replace(shape, x_ctas=count) for count in {1, min(limit, x_ctas)})
 
     def _max_clusters(self, shape: Shape, local: Local | None) -> int:
-        """Most clusters that leave SMs, and the place of a cluster, for a local part."""
+        """Most clusters that leave SMs, and room for a cluster, for a local part."""
         card = self.card
         if local is None:
             return card.max_clusters(shape.ctas)

@@ -46,7 +46,7 @@ def wide_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
 def beside(card: Card, clusters: int, ctas: int) -> Card:
     """The card that another launch has while `clusters` of `ctas` CTAs run.
 
-    For clusters of n CTAs, each running cluster occupies the places of ceil(ctas / n). Single CTAs
+    For clusters of n CTAs, each running cluster occupies the room of ceil(ctas / n). Single CTAs
     occupy none: they run on SMs that clusters leave free. One cluster of every size always counts
     as possible: it runs when the others have ended.
     """
@@ -159,7 +159,7 @@ class Shape:
 
     @property
     def segments_bytes(self) -> int:
-        """Shared memory for the exchange of segments' partial sums, in place of stages."""
+        """Shared memory for the exchange of segments' partial sums, instead of stages."""
         own = ceil_div(self.tiles, TILED_PASS_TILES * self.k_ctas) * TILED_PASS_TILES
         return own * self.k_ctas * PARTIAL_BYTES if self.k_ctas > 1 else 0
 

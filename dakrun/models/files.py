@@ -93,7 +93,7 @@ def _no_shard(path: Path) -> CannotRun:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether the file `path` is what git keeps in place of a file of git-lfs."""
+    """Whether the file `path` is what git keeps instead of a file of git-lfs."""
     with path.open("rb") as file:
         return file.read(64).startswith(b"version https://git-lfs")
 

@@ -270,7 +270,7 @@ def _of_group(group: _Settings, order: str) -> Stored:
     group.refuse(f"compressed-tensors in the format {order or '(none named)'} of type {kind}")
 
 
-# Files in which quantizers wrote their settings before config.json had a place for them.
+# Files in which quantizers wrote their settings before config.json had keys for them.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",

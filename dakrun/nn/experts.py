@@ -213,7 +213,7 @@ def replace_experts(model: nn.Module, **options: Any) -> dict[str, SplitKExperts
 
 
 def _why_not(experts: nn.Module) -> str | None:
-    """Why a SplitKExperts in its place would compute something else; None if it would not."""
+    """Why a SplitKExperts instead would compute something else; None if it would not."""
     parameters = dict(experts.named_parameters())
     if sorted(parameters) != sorted(_NAMES) or any(p.dim() != 3 for p in parameters.values()):
         return f"got one with the parameters {', '.join(parameters) or 'none'}"

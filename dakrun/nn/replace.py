@@ -1,4 +1,4 @@
-"""SplitKGEMM in place of every nn.Linear of a model, with the ratios of a plan if one is given."""
+"""SplitKGEMM instead of every nn.Linear of a model, with the ratios of a plan if one is given."""
 
 import warnings
 from collections import Counter
@@ -75,7 +75,7 @@ def _further_attributes(linear: nn.Linear) -> list[str]:
 
 
 def _why_kept(linear: nn.Linear) -> str | None:
-    """Why a SplitKGEMM in its place would do something else; None if it would not."""
+    """Why a SplitKGEMM instead would do something else; None if it would not."""
     for name, value in vars(linear).items():
         if "_hooks" in name and value:
             return "has hooks"

@@ -96,8 +96,8 @@ def reserve_bytes(host_bytes: int) -> int:
 
     RESERVE_BYTES cover, in MiB measured on an H200, code of kernels (90), CUDA graphs (10),
     workspaces of products and of attention (up to 75) and rounding by torch's allocator (20 to
-    80). While weights load, none of these is used yet, and temporary memory (up to 220) takes their
-    place. In addition the driver needs page tables for `host_bytes` of page-locked memory.
+    80). While weights load, none of these is used yet, and temporary memory (up to 220) is used
+    instead. In addition the driver needs page tables for `host_bytes` of page-locked memory.
     """
     return RESERVE_BYTES + ceil_div(host_bytes, HOST_BYTES_PER_PAGE_TABLE_BYTE)
 

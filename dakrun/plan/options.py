@@ -41,13 +41,13 @@ class RunOptions:
       tokens. The default prompt is half of the tokens of max_model_len that are left
       after `expected_tokens`.
     - `expected_run`: the lengths of all requests, if they are known (see plan.ExpectedRun). They
-      take the place of `expected_tokens` and `expected_prompt`, and `batch_size` "auto" takes the
+      replace `expected_tokens` and `expected_prompt`, and `batch_size` "auto" takes the
       size with the shortest run.
     - `profile`: a HardwareProfile, its name or file. "auto" takes the profile that
       `dakrun profile` saved for this device, else a shipped one; it never measures.
     - `needs_tokenizer`: raise an error if the checkpoint has no tokenizer. Without this, a model
       that has none takes and returns token ids.
-    - `chat_template`: a Jinja template in place of the tokenizer's own.
+    - `chat_template`: a Jinja template instead of the tokenizer's own.
     - `reasoning`: the markers of thoughts in answers, OPEN,CLOSE, by default ("auto") those of the
       family that the chat template is of. With "off" thoughts are a part of the answer.
     - `load_format`: "dummy" makes random weights; the model may then be a known name, or a folder

@@ -110,7 +110,7 @@ def slot_candidates(problem: Problem) -> list[Counts]:
 def _slot_splits(problem: Problem, total: int, ratios: Sequence[float]) -> list[Counts]:
     """Ways to give `total` slots to the remote tiers: in proportion to `ratios`, and to one tier.
 
-    Where all ratios are 0, the rates of the tiers take their place.
+    Where all ratios are 0, the proportion is that of the tiers' rates.
     """
     rates = [problem.costs.links.direct[tier] for tier in problem.tiers[1:]]
     weights = ratios if sum(ratios) > 0 else rates

@@ -19,7 +19,7 @@ from dakrun.errors import CannotRun
 from dakrun.ray.worker import NONE_YET, Failed, Finished, Loaded, Progress, Reply
 from dakrun.requests import AheadRow
 
-MAX_DEATHS = 3  # of a worker and those in its place, with no row finished between them
+MAX_DEATHS = 3  # of a worker and those that replace it, with no row finished between them
 ROWS_AHEAD = 16  # that a worker has at least beyond its slots
 MAX_DEALT = 8192  # rows among which those of a worker are chosen
 WAIT_S = 1.0  # for the next call to end
@@ -107,7 +107,7 @@ class Dispatcher:
     `on_finished` takes rows with their results as they come, `on_progress` the workers after each
     turn, and `note` a line for people. A worker holds up to twice its slots + 16 rows; near the end
     of the input no more than its share, by tokens/s, of the unfinished ones, long and short, so
-    that all end together. If one dies, others do its rows again, and a new worker takes its place.
+    that all end together. If one dies, others do its rows again, and a new worker replaces it.
     One that cannot run the model, or keeps dying, is left out, with a note.
     """
 
@@ -246,7 +246,7 @@ class Dispatcher:
             self._replace(worker, f"{reply.failed.message}; {reply.failed.hint}")
 
     def _replace(self, worker: WorkerState, reason: str) -> None:
-        """Let others do the rows of `worker`, which has ended, and a new worker take its place."""
+        """Let others do the rows of `worker`, which has ended, and a new worker replace it."""
         for row in worker.rows.values():
             self._untaken.give_back(row)
         self._deaths[worker.name] += 1

@@ -157,7 +157,7 @@ def with_content(messages: Sequence[Message], number: int, content: str) -> list
 
 
 def _others(content: str) -> Iterator[str]:
-    """Contents in place of `content` that show whether a text has anything of it.
+    """Contents instead of `content` that show whether a text has anything of it.
 
     None; and one that differs from it in the first and the last character.
     """

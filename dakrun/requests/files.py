@@ -125,7 +125,7 @@ class OutputFile:
 
 @contextmanager
 def replacement(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` in one step, on disk, when the block ends.
+    """A new file that replaces `path` in one step, on disk, when the block ends.
 
     If the block raises, or a signal stops it, `path` stays as it was. Raises OSError.
     """

@@ -48,7 +48,7 @@ def make_fingerprint(
     `row_format` is RequestReader.row_format(), `params` are the defaults of all rows, and
     `max_model_len` is the length, in tokens, at which their completions end. The model's name and
     its files' dates are left out: a copy of the same files is the same model. Of weight files the
-    headers and samples of the content are compared. `chat_template` is what takes the place of the
+    headers and samples of the content are compared. `chat_template` is what replaces the
     tokenizer's own, `reasoning` says how thoughts are marked. Raises UsageError if the index of the
     weight files is malformed.
     """
@@ -204,7 +204,7 @@ def differences(
 
 
 def _same_content(old: Any, new: Any) -> bool:
-    """Whether two entries of a file agree; older versions kept the date in place of a digest."""
+    """Whether two entries of a file agree; older versions kept the date instead of a digest."""
     if isinstance(old, dict) and isinstance(new, dict):
         return all(old[key] == new[key] for key in old.keys() & new.keys())
     return bool(old == new)

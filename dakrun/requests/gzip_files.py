@@ -77,7 +77,7 @@ def members(file: BinaryIO) -> Iterator[tuple[bytes, int | None]]:
 def _with_zeros(member: "zlib._Decompress", zeros: bytes) -> bytes:
     """The end of a member whose last bytes are zeros; raises CutOff if they do not complete it.
 
-    Zeros in place of packed data would be unpacked as text.
+    Zeros instead of packed data would be unpacked as text.
     """
     with suppress(zlib.error):
         block = member.decompress(zeros)

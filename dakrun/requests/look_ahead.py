@@ -21,7 +21,7 @@ class LookAhead:
 
     Reads up to LOOK_AHEAD rows and AHEAD_BYTES of content ahead, and gives the first row only then.
     Where reading may wait for another program, a thread reads, and rows are given as they arrive.
-    None in place of a row says that none has arrived; `wait` waits for one. If reading fails, the
+    None instead of a row says that none has arrived; `wait` waits for one. If reading fails, the
     rows before are given, then the error is raised. At the end the input is closed.
     """
 

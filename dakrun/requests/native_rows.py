@@ -28,7 +28,7 @@ MAX_N = 8
 
 
 class ParsedRow(NamedTuple):
-    """A choice of a row: its token ids, its sampling parameters, and its place in the results."""
+    """A choice of a row: its token ids, its sampling parameters, and its Reply."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams

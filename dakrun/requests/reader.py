@@ -159,7 +159,7 @@ class RequestReader:
         return self._read_again()
 
     def in_order(self, rules: PromptRules) -> Iterator[tuple[RowLengths, Request | RowError]]:
-        """All rows as in `rows`, whose place it takes, in the file's order, with their lengths."""
+        """All rows in the file's order, with their lengths; called instead of `rows`."""
         for row in self._input_rows(rules.max_model_len):
             yield row.lengths, parse_row(row, self._defaults, rules)
 

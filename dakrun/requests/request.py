@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class Reply:
-    """The format of a result row, and the place of a request's completion in it.
+    """The format of a result row, and which of its choices a request's completion is.
 
     The format is native, or OpenAI's, which repeats the request's `model` and may have several
     choices, `n` for each of the row's prompts. The request is for number `choice`, from 0, of
@@ -88,7 +88,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """The log-probability of a chosen token, and those of the `top` likeliest in its place."""
+    """The log-probability of a chosen token, and those of the `top` likeliest there."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]

@@ -71,7 +71,7 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Load the tokenizer in a model directory; CannotRun if it is missing or broken.
 
-        `chat_template` takes the place of the tokenizer's own.
+        `chat_template` replaces the tokenizer's own.
         """
         if not cls.is_in(directory):
             raise CannotRun(

@@ -156,7 +156,7 @@ class Checkpoint:
         )
 
     def _missing(self, name: str, config: ModelConfig) -> CannotRun:
-        """The error for a tensor that is not there, by what is there in its place."""
+        """The error for a tensor that is not there, by what is there instead."""
         for stored in sorted(self._tensors):
             if stored.endswith(_QUANTIZED):
                 return CannotRun(

@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint, generated on the device: --load-format dummy.
+"""Random weights instead of a checkpoint, generated on the device: --load-format dummy.
 
 An element depends only on its tensor's name and its index, so every plan gives the same model.
 """

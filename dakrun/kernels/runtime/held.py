@@ -1,15 +1,15 @@
-"""The card to whose limits launches are held, if they are, in place of the card of the GPU."""
+"""The card to whose limits launches are held, if they are, instead of the card of the GPU."""
 
 import contextlib
 from collections.abc import Iterator
 
 from dakrun.hardware import Card
 
-_held: list[Card] = []  # the last one takes the place of all GPUs' cards
+_held: list[Card] = []  # the last one counts, instead of all GPUs' cards
 
 
 def held_card() -> Card | None:
-    """The card that takes the place of all GPUs' cards now."""
+    """The card to which launches of all GPUs are held now; None if they are not held."""
     return _held[-1] if _held else None
 
 

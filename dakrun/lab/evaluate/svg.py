@@ -141,7 +141,7 @@ class Picture:
     def _places(self) -> Iterator[str]:
         """Texts below the axes: categories, or ticks whose numbers do not overlap.
 
-        A logarithmic axis with few places has its ticks there.
+        A logarithmic axis with few x has its ticks there.
         """
         for place, name in enumerate(self.panel.categories):
             for row, line in enumerate(self._wrap(name)):

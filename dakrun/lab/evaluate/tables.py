@@ -44,7 +44,7 @@ def ceilings(scope: Scope, run: Mapping[str, Any]) -> list[str]:
 
 
 def rows(panel: Panel) -> list[list[str]]:
-    """A row for each place on the x axis, a column for each series with markers or bars.
+    """A row for each x, a column for each series with markers or bars.
 
     The first row has their names; no rows if there are no points.
     """

@@ -44,14 +44,14 @@ class Sizes(NamedTuple):
 
 
 class Buffers:
-    """Places in HBM for experts that are copied there, used in turn; `rooms` are [elements]."""
+    """Buffers in HBM for experts that are copied there, used in turn; `rooms` are [elements]."""
 
     def __init__(self, rooms: Sequence[torch.Tensor]) -> None:
         self.count, self._rooms, self._next = len(rooms), rooms, 0
         self._stream = CopyStream(rooms[0].device)
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Start to copy an expert, behind all launches so far; its place, and when it is there."""
+        """Start to copy an expert, behind all launches so far; its buffer, and when it is there."""
         room = self._rooms[self._next]
         self._next = (self._next + 1) % self.count
         self._stream.follow()

@@ -137,7 +137,7 @@ def _draw_roofline(axes: Any, plan: Plan) -> None:
 
 
 def _label_clusters(axes: Any, groups: Sequence[Sequence[RooflinePoint]]) -> None:
-    """Label every group of ops, with a leader line, at the nearest place that covers the least.
+    """Label every group of ops, with a leader line, at the nearest position that covers the least.
 
     Costs keep a label off other labels, the legend, ops and the frame, then off lines.
     """
