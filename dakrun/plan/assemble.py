@@ -152,7 +152,7 @@ def assemble(
 
 
 def _phase(problem: Problem, chosen: Candidate) -> Literal[1, 2, 3]:
-    """1 if no more bytes are remote than with all ops at their a, 2 than at their b, else 3."""
+    """1 if no more bytes are remote than with all ops at their best, 2 than at their b, else 3."""
     curves = list(problem.curves.values())
     moved = chosen.remote_bytes()
     if moved <= best_total(curves) * 1.001:
