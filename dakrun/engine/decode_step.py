@@ -1,6 +1,6 @@
 """A decode step on the GPU's kernels: from the rows' newest tokens to their next ones.
 
-A row of the batch is the step of a slot. Knows batch buckets and the rows' buffers on the device,
+A row of the batch is a slot's newest token. Knows batch buckets and the rows' buffers on the device,
 neither graphs nor requests.
 """
 

@@ -1,7 +1,7 @@
 """The prefix cache of a tier: KV blocks that are found by name, and how many slots have each.
 
-Equal names mean equal tokens in the block and in all before it. Knows numbers of blocks and their
-names, neither memory nor slots.
+A name is a hash: equal names mean equal tokens in the block and in all before it. Knows numbers of
+blocks and their names, neither memory nor slots.
 """
 
 import hashlib

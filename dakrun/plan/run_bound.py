@@ -27,8 +27,8 @@ def run_limits(
 
     That is "arithmetic", or the name of a tier:
 
-        max(FLOPs of products / P + KV bytes / B_l,   P: the rate with many rows, B_l: HBM's
-            steps * local weight bytes / B_l + KV bytes / B_l,
+        max(FLOPs of products / P + KV bytes / B_g,   P: the rate with many rows, B_g: HBM's
+            steps * local weight bytes / B_g + KV bytes / B_g,
             steps * weight bytes behind a link / its rate, for each link)
 
     Products multiply every token but the last of each request; the head only rows that choose a
