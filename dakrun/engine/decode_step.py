@@ -1,7 +1,7 @@
 """A decode step on the GPU's kernels: from the rows' newest tokens to their next ones.
 
-A row of the batch is a slot's newest token. Knows batch buckets and the rows' buffers on the device,
-neither graphs nor requests.
+A row of the batch is a slot's newest token. Knows batch buckets and the rows' buffers on the
+device, neither graphs nor requests.
 """
 
 from collections import defaultdict

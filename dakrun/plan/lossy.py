@@ -1,4 +1,4 @@
-"""Bytes of a 16-bit model's weights in a quantized checkpoint, where the model does not fit in HBM."""
+"""Bytes of the weights in a quantized checkpoint of a 16-bit model that does not fit in HBM."""
 
 import functools
 from dataclasses import replace
