@@ -1,4 +1,4 @@
-"""Exchanges of experts between steps: those of most use come to the local tier.
+"""Exchanges of experts between steps: those chosen most often come to the local tier.
 
 Knows counts and stack indices. In plain torch it also exchanges the bytes of two experts; where
 kernels read experts, expert_copies.py does.

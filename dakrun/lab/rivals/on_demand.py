@@ -2,7 +2,7 @@
 
 The scheme of on-demand offloaders: a layer's choice goes to the CPU, which has the copy engine
 bring the chosen experts that are not in HBM into buffers there, whole experts, and launches the
-products of those that are there meanwhile. The experts of most use stay in HBM. Knows no plans.
+products of those that are there meanwhile. Those chosen most often stay in HBM. Knows no plans.
 """
 
 from collections import deque
