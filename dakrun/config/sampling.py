@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen, and when it ends.
+"""Options by which the tokens of a request are chosen, and by which it ends.
 
 Knows what each option may be; knows neither models nor rows.
 """

@@ -1,4 +1,4 @@
-"""How many tokens to draft: by the length of a match, from how such drafts went so far."""
+"""The number of tokens to draft, by the length of a match, from such drafts so far."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What followed the last few tokens in the answers of a run so far: an index of bounded memory.
+"""An index, of bounded memory, of what followed the last few tokens in a run's answers so far.
 
 For each context, the last tokens of a text, the index has the token that followed it last. Work is
 done in numpy for all rows of a step together. A GPU's steps have an index of their own,

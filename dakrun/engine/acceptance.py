@@ -1,4 +1,4 @@
-"""Which tokens of a step count: those that the model chooses, as long as drafts foresaw them.
+"""Acceptance: a step's tokens that count, up to the first that its draft did not foresee.
 
 A token follows from the logits at its position, the request's history and its noise, so a draft is
 accepted if and only if it is the token that is chosen there. native/accept_drafts.cu is the same

@@ -1,4 +1,4 @@
-"""How a model answers requests: what one begins with, which token ends it, and its result.
+"""Answers of a model: a request's first state, the token that ends it, and its result.
 
 Knows requests, end tokens, the tokenizer and grammars; knows nothing of slots and steps.
 """

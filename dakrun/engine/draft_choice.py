@@ -1,4 +1,4 @@
-"""Which steps carry drafts: none, all that are small enough, or those in which drafts save time.
+"""Choice of the steps with drafts: none, all small enough ones, or those where drafts save time.
 
 "suffix" drafts in all small steps, but in few of them while hardly any draft is accepted.
 

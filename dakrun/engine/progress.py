@@ -1,6 +1,6 @@
-"""What the scheduler remembers: each request's progress, and totals of all runs.
+"""The scheduler's records: each request's progress, and totals of all runs.
 
-Plain records; engine.py and the parts of the scheduler that it uses change them.
+engine.py and the parts of the scheduler that it uses change them.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""Which slot each row of a GPU's batch has, from step to step.
+"""The slot of each row of a GPU's batch, from step to step.
 
 Rows of a tier lie side by side, and among them those that share a prefix. Knows rows, slots and
 KV blocks, no graphs.

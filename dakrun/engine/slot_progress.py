@@ -1,4 +1,4 @@
-"""How far the requests in slots have come by the ends of steps with drafts.
+"""Progress of the requests in slots, at the ends of steps with drafts.
 
 The host's side of native/accept_drafts.cu: it reads the logs that the GPU writes. Works on all rows
 of a step together. Knows rows and slots, no GPU.

@@ -1,4 +1,4 @@
-"""How the next tokens of slots are chosen, as the GPU's steps read it.
+"""Options by which the next tokens of slots are chosen, as the GPU's steps read them.
 
 Knows options, guides and slots; neither rows nor graphs.
 """

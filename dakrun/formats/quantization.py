@@ -1,4 +1,4 @@
-"""Which modules of a checkpoint are quantised, and in which of the formats.
+"""The quantised modules of a checkpoint, and the format of each.
 
 Knows names of modules, no files; models/quantization.py reads the settings of a checkpoint.
 """

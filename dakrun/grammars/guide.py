@@ -1,4 +1,4 @@
-"""Which tokens a request may get next: those of its grammar, behind its thought.
+"""Tokens that a request may get next: those of its grammar, behind its thought.
 
 Knows tokens and masks; knows neither rows nor devices.
 """

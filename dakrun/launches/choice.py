@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows of X: pure functions of shapes and the card."""
+"""The kernel for a number of rows of X: pure functions of shapes and the card."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""How the CTAs of a launch read each tier."""
+"""Access of a launch's CTAs to each tier."""
 
 from dataclasses import dataclass
 

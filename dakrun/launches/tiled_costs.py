@@ -1,4 +1,4 @@
-"""What tiles of the tiled GEMM cost on a card.
+"""Costs of tiles of the tiled GEMM on a card.
 
 Costs are fitted to an H200 and an H100; no shape has a special case.
 """

@@ -1,4 +1,4 @@
-"""What chance adds to the time of experts: tiers are read unevenly from step to step.
+"""Time that chance adds to experts: tiers are read unevenly from step to step.
 
 README.md in this folder derives the formulas. Knows no placement's layers and no machine.
 """

@@ -1,4 +1,4 @@
-"""An op with its units placed: what stage 1 costs, and what plans are made of."""
+"""An op with its units placed: stage 1 computes its time, and plans are made of such ops."""
 
 import functools
 from collections import Counter

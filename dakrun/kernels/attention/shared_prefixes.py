@@ -1,4 +1,4 @@
-"""Which slots share leading KV blocks, so that attention may read these once for all of them.
+"""Groups of slots that share leading KV blocks, which attention then reads once for all of them.
 
 Knows slots and numbers of blocks, neither memory nor kernels.
 """

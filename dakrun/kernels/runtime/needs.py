@@ -1,6 +1,6 @@
-"""Which variants of its kernel a model needs: each wrapper registers a function that says so.
+"""The kernel variants that a model needs: each wrapper registers a function that lists its own.
 
-So that variants are compiled ahead and in parallel. Knows no kernel. Needs no GPU.
+They are compiled ahead and in parallel. Knows no kernel. Needs no GPU.
 """
 
 from collections.abc import Callable, Iterable, Sequence
