@@ -9,7 +9,7 @@ from dakrun.lab.panel import Axes, Series
 
 @dataclass(frozen=True)
 class Entry:
-    """A point in a chart: its series (a line or colour of bars) and its place there.
+    """A point in a chart: its series (a line or colour of bars) and its `x`.
 
     Entries of lower `rank` are measured first.
     """
@@ -43,7 +43,7 @@ class Quantity:
 class Chart(Axes):
     """The points of a panel: a picture for each of `shown`.
 
-    `name` tells a figure's charts apart in its CSV. `place` says in words where an x lies.
+    `name` tells a figure's charts apart in its CSV. `place` formats an x in words.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Chart(Axes):
     place: str = "{:,.0f}"
 
     def where(self, x: float) -> str:
-        """The place `x` in words."""
+        """The value `x` of the axis in words."""
         return self.categories[int(x)] if self.categories else self.place.format(x)
 
 

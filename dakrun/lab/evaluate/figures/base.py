@@ -150,7 +150,7 @@ class Figure(ABC):
         ]
 
     def panel(self, chart: Chart, shown: Quantity) -> Panel:
-        """The values of each result; what has none is a marker at its place, with the reason."""
+        """The values of each result; what has none is a marker at its x, with the reason."""
         end = math.inf if shown.until is None else shown.until
         series: list[Series] = []
         for name, line in self.lines(chart).items():
