@@ -1,10 +1,9 @@
-"""The greedy offload ratios over one remote tier (arXiv 2604.26074, section 4; README.md here).
+"""The greedy offload ratios over one remote tier (arXiv 2604.26074, section 4).
 
-An op reads C bytes in a step, a ratio x of them from the remote tier; B_g and B_h are the rates of
-HBM and of the remote tier. Its time T(x) = max(floor, C (1 - x) / B_g, C x / B_h) falls up to
-x = a, is flat up to x = b, then rises. Its time in the prompt passes that a step carries is convex,
-too, and is added to T(x). The sums are convex, so filling the cheapest segments of all ops first is
-optimal.
+README.md in this folder has the times, their segments and the proof. T(x) of an op falls up to
+x = a, is flat up to x = b, then rises; the op's time in the prompt passes that a step carries is
+added. C are the bytes that the op reads in a step, x is the share of them that the remote tier has,
+B_g and B_h are the rates of HBM and of that tier.
 """
 
 import functools
