@@ -286,4 +286,4 @@ def _kept_from_collection() -> Iterator[None]:
 
 
 def _say_nothing(text: str) -> None:
-    """Take the place of eprint under --quiet."""
+    """Replace eprint under --quiet."""
