@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     // Main loop over the tile's stages.
 #if WGMMA  // wgmma is asynchronous: a stage is released when the next stage's products have started
     uint32_t empty_before = 0;  // the barrier of the stage before
-    const auto started = [&] {
+    [[maybe_unused]] const auto started = [&] {
       wait_but_for_last();
       if (empty_before) ring.release(empty_before);
       empty_before = ring.empty_barrier[stage.stage];
