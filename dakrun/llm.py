@@ -183,7 +183,7 @@ class LLM(OfflineCalls):
             directory = self._directory
             files = Checkpoint(directory) if directory else nullcontext(Dummy())
             with gpu_errors(), files as source:
-                source.check(decoder_of(self.config))
+                source.check(decoder_of(self.plan.model))
                 capacities = tier_capacities(
                     self.plan, packed=runs_on_kernels(self.plan, self.device)
                 )
