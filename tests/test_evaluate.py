@@ -367,6 +367,8 @@ def test_what_does_not_fit_says_how_much_it_needs() -> None:
     assert "GB: HBM and host have" in found.problem
     large = predict(replace(STEP, hbm_budget=500 * 10**9), scope())
     assert large.problem is not None and large.problem.startswith("needs 500.0 GB of HBM")
+    rival = predict(replace(STEP, hbm_budget=500 * 10**9, by="prefetch"), scope())
+    assert rival.problem == large.problem
     assert large.short_of_memory and found.short_of_memory
 
 
@@ -584,6 +586,16 @@ def test_rivals_that_are_missing_say_so() -> None:
     assert rival(asked, here, gpu).problem == "vllm-uva offloads to host memory only"
     asked = replace(asked, by="transformers", remote="host")
     assert rival(asked, here, gpu).problem == "transformers keeps all in HBM"
+
+
+def test_a_rival_has_no_larger_budget_than_the_card() -> None:
+    from dakrun.lab.evaluate.steps import rival
+
+    pytest.importorskip("transformers")
+    asked = replace(STEP, by="uva", hbm_budget=500 * 10**9)
+    found = rival(asked, scope(), torch.device("cuda"))
+    assert found.problem and found.problem.startswith("needs 500.0 GB of HBM")
+    assert found.short_of_memory
 
 
 def test_weights_of_rivals_repeat_random_values() -> None:

@@ -167,12 +167,14 @@ def _host_layers(point: StepPoint, scope: Scope) -> Result:
     Copied to HBM ahead of use they take the longer of the copies and of a step all in HBM. Read in
     place they take that of the reads and of their part of such a step, before or after the others.
     """
+    if problem := too_large(point, scope):
+        return short(problem)
     machine, ratio, copies = scope.profile, point.ratio or 0.0, point.by == "prefetch"
     resident = scope.roomy().plan(replace(point, ratio=0.0, hbm_budget=None))
     moved = ratio * resident.weight_bytes
     needed = sum(resident.memory(0).values()) - moved
     if needed > (capacity := point.hbm_budget or machine.hbm_capacity_bytes):
-        return short(f"needs {_gb(needed)} of HBM: there are {_gb(capacity)}")
+        return short(f"needs {_gb(needed)} of {scope.near}: there are {_gb(capacity)}")
     (name,) = remote_names(scope, point.remote)
     links = Links.of(machine, (name,))
     link_s = moved / (links.staged if copies else links.direct)[name]

@@ -187,6 +187,8 @@ def rival(point: StepPoint, scope: Scope, device: torch.device) -> Result:
         problem = "transformers keeps all in HBM"
     elif missing := _missing(point.by, scope):
         problem, again = f"{missing} is not installed", True
+    elif problem := too_large(point, scope):
+        return Result(source="measured", problem=problem, short_of_memory=True)
     if problem:
         return Result(source="measured", problem=problem, again=again)
     from dakrun.lab.rivals.steps import rival_step
