@@ -14,10 +14,11 @@ from dakrun.lab.evaluate.figures.base import Curve, faster, thresholds
 from dakrun.lab.evaluate.figures.capacity import paper_ratios
 from dakrun.lab.evaluate.figures.ratios import bounds, remote_reads, uniform_over_greedy
 from dakrun.lab.evaluate.page import page
-from dakrun.lab.evaluate.points import Result, StepPoint
+from dakrun.lab.evaluate.points import PARTS, Result, StepPoint
 from dakrun.lab.evaluate.scope import Scope
-from dakrun.lab.evaluate.svg import axis_of
+from dakrun.lab.evaluate.svg import LETTER, RIGHT, axis_of
 from dakrun.lab.evaluate.svg import figure as drawn
+from dakrun.lab.evaluate.tables import digits
 from dakrun.lab.panel import Panel, Series
 from dakrun.models.known import known_model
 
@@ -242,8 +243,10 @@ def test_a_cpu_has_no_hbm() -> None:
     for name, figure in everything(scope).items():
         for panel in figure.panels():
             texts = [panel.title, panel.x, panel.y, *panel.categories]
-            texts += [of.name for of in panel.series if name != "fig7"]  # which needs SMs
+            texts += [of.name for of in panel.series]
             assert not any("HBM" in text for text in texts), (name, panel.title)
+        said = [figure.title, *figure.sentences(), *figure.here()]
+        assert not any("HBM" in text for text in said), (name, said)
     assert "outside local memory (%)" in scope.outside
 
 
@@ -358,6 +361,26 @@ def test_axes_and_their_ticks() -> None:
     assert axis_of([0, 100], root=True).ticks() == [0, 1, 2, 5, 10, 20, 40, 60, 80, 100]
     assert axis_of([0, 100], root=True)(25) == 0.5
     assert axis_of([], log=True).ticks()
+    assert LETTER * len("100") / 2 <= RIGHT  # the last tick's text lies in the picture
+
+
+def test_names_of_categories_are_wrapped_between_words() -> None:
+    """But for one that would lie across its neighbours; long ones lie apart."""
+    for names, lines in (
+        (PARTS, ["linear", "layers", "attention", "norms", "activation", "RoPE", "other"]),
+        (("a" * 30, *"bcdef"), ["aaaaaa"] * 5 + list("bcdef")),
+    ):
+        bars = Series(name="s", points=[(0, 1)])
+        picture = drawn(Panel(title="t", x="x", y="y", categories=names, series=[bars]))
+        texts = re.findall(r'y="([0-9.]+)" text-anchor="middle">([^<]+)<', picture)
+        assert [text for _, text in texts] == lines
+        heights = {text: float(y) for y, text in texts}
+        assert names != PARTS or heights["attention"] > heights["norms"]
+
+
+def test_figures_of_tables_have_no_exponents() -> None:
+    values = (16_097.3, 9_999.7, 2_024.04, 0.10281)
+    assert [digits(x) for x in values] == ["16,097", "10,000", "2,024", "0.1028"]
 
 
 def test_points_that_can_be_drawn() -> None:

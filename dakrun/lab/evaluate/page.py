@@ -102,7 +102,9 @@ def section(figure: Figure, run: Mapping[str, Any]) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in figure.notes())
     differences = f"<h3>Where this differs</h3><ul>{notes}</ul>" if notes else ""
     points = [
-        cells(chart, entry, figure.of(entry)) for chart in figure.charts for entry in chart.entries
+        cells(chart, entry, figure.of(entry), figure.scope.near)
+        for chart in figure.charts
+        for entry in chart.entries
     ]
     return f"""<section id="{figure.name}">
 <h2>{escape(figure.title)}</h2>
@@ -152,8 +154,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def cells(chart: Chart, entry: Entry, result: Result | None) -> list[str]:
-    """A point as a row of the table of points."""
+def cells(chart: Chart, entry: Entry, result: Result | None, near: str) -> list[str]:
+    """A point as a row of the table of points; the local tier is called `near`."""
     place = [chart.name, entry.series, f"{entry.x:,.6g}"]
     if result is None:
         return [*place, "", "", "", "", "not measured yet"]
@@ -163,6 +165,6 @@ def cells(chart: Chart, entry: Entry, result: Result | None) -> list[str]:
             (result.seconds, 1e6, 1), (result.predicted_s, 1e6, 1), (result.ratio, 100, 2),
         )
     ]  # fmt: skip
-    rates = [("HBM", result.hbm_bytes_per_s), ("link", result.remote_bytes_per_s)]
+    rates = [(near, result.hbm_bytes_per_s), ("link", result.remote_bytes_per_s)]
     note = ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates if rate)
     return [*place, result.source, *numbers, result.problem or note]

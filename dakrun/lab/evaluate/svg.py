@@ -11,7 +11,7 @@ from html import escape
 
 from dakrun.lab.panel import Panel, Series
 
-WIDTH, LEFT, RIGHT, HEIGHT = 360, 56, 10, 190  # of the picture, beside the axes, and of the axes
+WIDTH, LEFT, RIGHT, HEIGHT = 360, 56, 14, 190  # of the picture, beside the axes, and of the axes
 ACROSS = WIDTH - LEFT - RIGHT
 LETTER, LINE, ROW = 6.6, 15, 13  # width of a letter, about; heights of texts and of missing points
 GROUP = 0.84  # width of a group of bars; groups are 1 apart
@@ -117,7 +117,7 @@ class Picture:
         if not any_drawn:
             text = "no point has a value" if self.missing else "nothing measured yet"
             parts.append(_text(ACROSS / 2, HEIGHT / 2, text))
-        lines = max((len(self._wrap(name)) for name in panel.categories), default=1)
+        lines = max(map(len, self._names()), default=1)
         top = 8 + LINE * min(len(self.marks), 2)
         box = f"{-LEFT} {-top} {WIDTH} {top + self.bottom + LINE * lines + 6}"
         names = ", ".join(dict.fromkeys(of.name for of in panel.series))
@@ -143,10 +143,11 @@ class Picture:
 
         A logarithmic axis with few x has its ticks there.
         """
-        for place, name in enumerate(self.panel.categories):
-            for row, line in enumerate(self._wrap(name)):
+        for place, lines in enumerate(self._names()):
+            for row, line in enumerate(lines):
                 yield _text(self._x(place), self.bottom + LINE * (row + 1), line)
-        places = sorted({x for of, points in self.drawn if of.kind != "line" for x, _ in points})
+        known = [of for of in self.panel.series if of.kind != "line"]
+        places = sorted({x for of in known for x, _ in self.panel.usable(of)})
         exact, end = self.panel.log_x and 1 < len(places) <= 10, -math.inf
         for tick in [] if self.bars else places if exact else self.x.ticks():
             x, half = self._x(tick), LETTER * len(number(tick)) / 2
@@ -155,8 +156,17 @@ class Picture:
                 yield _text(x, self.bottom + LINE, number(tick))
                 end = x + half + 3
 
-    def _wrap(self, name: str) -> list[str]:
-        return textwrap.wrap(name, max(int(ACROSS / len(self.panel.categories) / LETTER) - 1, 1))
+    def _names(self) -> list[list[str]]:
+        """The lines below each category.
+
+        Words stay whole if they are a little too long; every other name is then a line lower.
+        """
+        names = self.panel.categories
+        width = max(int(ACROSS / max(len(names), 1) / LETTER) - 1, 1)
+        longest = max((len(word) for name in names for word in name.split()), default=0)
+        whole = width < longest <= 1.7 * width
+        wrapped = [textwrap.wrap(name, width, break_long_words=not whole) for name in names]
+        return [[""] * (place % 2 * whole) + lines for place, lines in enumerate(wrapped)]
 
     def _data(self) -> Iterator[str]:
         for series, points in self.drawn:

@@ -53,8 +53,13 @@ def rows(panel: Panel) -> list[list[str]]:
     known = [dict(series.points) for series in columns]
     body = [
         [panel.categories[int(x)] if panel.categories else f"{x:,.4g}",
-         *(f"{of[x]:,.4g}" if x in of else "-" for of in known)]
+         *(digits(of[x]) if x in of else "-" for of in known)]
         for x in places
     ]  # fmt: skip
     head = [panel.x, *(series.name + MARKS[series.kind] for series in columns)]
     return [head, *body] if body else []
+
+
+def digits(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"

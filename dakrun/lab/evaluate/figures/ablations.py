@@ -59,15 +59,17 @@ class Ablations(Figure):
             "Predictions count uneven groups of the GEMM of few rows, and without the window the "
             "rates of the profile's sweep with the bytes in flight that the rings hold."
         )
+        near = self.scope.near
         return [
             *([predicted] if self.scope.predict else []),
-            "GEMM and models are at the ratio where HBM and the link take the same time. Past it "
-            "the link limits the step and the window cannot matter. Attention is at the nearest "
+            f"GEMM and models are at the ratio where {near} and the link take the same time. Past "
+            "it the link limits the step and the window cannot matter. Attention is at the nearest "
             "whole slot, at least one, which may lie past it.",
             "Alignment differs by kernel. The GEMM of few rows sizes its groups of row blocks for "
             "even waves; the tiled GEMM sizes its tiles so, or shares the last ones by Stream-K. "
             "Attention's CTAs take equal shares of the KV blocks anyway: alignment only moves SMs "
-            "from the link to HBM if each CTA there then has fewer heads, and else does nothing.",
+            f"from the link to {near} if each CTA there then has fewer heads, and else does "
+            "nothing.",
             "A link without congestion, such as NVLink to another GPU, has no window to leave out.",
         ]
 

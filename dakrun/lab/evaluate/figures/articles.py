@@ -13,10 +13,10 @@ from dakrun.lab.evaluate.points import LINEAR, PARTS, BatchPoint, PartPoint
 from dakrun.lab.panel import Series
 
 MIB = 2**20
-FOUR, CUBLAS = "4 bits", "cuBLAS, 16 bits"
+FOUR, SIXTEEN, CUBLAS = "4 bits", "16 bits", "cuBLAS, 16 bits"
 SERIES: dict[str, tuple[Literal[4, 16], Literal["splitk", "tiled", "cublas"]]] = {
     FOUR: (4, "splitk"),
-    "16 bits": (16, "splitk"),
+    SIXTEEN: (16, "splitk"),
     "4 bits, tiled": (4, "tiled"),
     "16 bits, tiled": (16, "tiled"),
     CUBLAS: (16, "cublas"),
@@ -79,18 +79,19 @@ class L2Barrier(Figure):
             entries=[entry(series, heads) for series in some for heads in counts],
         )
 
-    def ratios(self, chart: Chart) -> dict[float, float]:
-        """cuBLAS's time over that of 4 bits by MiB, where both are known."""
-        base = self.times(chart, CUBLAS)
+    def ratios(self, chart: Chart, other: str = CUBLAS) -> dict[float, float]:
+        """The time of the series `other` over that of 4 bits by MiB, where both are known."""
+        base = self.times(chart, other)
         return {x: base[x] / s for x, s in self.times(chart, FOUR).items() if x in base}
 
     def sentences(self) -> Iterator[str]:
+        other, name = (SIXTEEN, SIXTEEN) if self.scope.predict else (CUBLAS, "cuBLAS in 16 bits")
         for chart in self.charts:
-            if ratios := self.ratios(chart):
+            if ratios := self.ratios(chart, other):
                 low, high = (by(ratios.items(), key=lambda of: of[1]) for by in (min, max))
                 yield (
                     f"{chart.name}: 4 bits are {factor(low[1])} (at {chart.where(low[0])}) to "
-                    f"{factor(high[1])} (at {chart.where(high[0])}) as fast as cuBLAS in 16 bits."
+                    f"{factor(high[1])} (at {chart.where(high[0])}) as fast as {name}."
                 )
 
     def here(self) -> Iterator[str]:

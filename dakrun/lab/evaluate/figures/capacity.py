@@ -192,7 +192,8 @@ class InHbm(Capacity):
         size = self.scope.profile.tier(self.scope.remote).capacity_bytes / 1e9
         return [
             counting(),
-            "The 50 GB card is this one with a budget of HBM: its bandwidth is not smaller.",
+            f"The 50 GB card is this one with a budget of {self.scope.near}: its bandwidth is not "
+            "smaller.",
             f"The remote tier has {size:,.0f} GB here; the paper's RTX PRO 6000 has 512 GB of host "
             "memory.",
         ]

@@ -7,7 +7,7 @@ from dakrun.lab.evaluate.figures.base import Figure, scaled
 from dakrun.lab.evaluate.points import ReadPoint
 from dakrun.units import format_bytes, format_rate
 
-OTHERS, FIXED = "all other SMs on HBM", "100 SMs on HBM"
+OTHERS, FIXED = "all other SMs", "100 SMs"  # that read the local tier
 SM_BYTES = 8 * 16 * 1024  # that an SM keeps in flight at most, in the largest ring
 FIXED_SMS = 100  # of the paper, whose GPU has 132
 KEPT = 0.98  # of HBM's best rate, which is taken to be unharmed
@@ -17,7 +17,7 @@ class LinkReads(Figure):
     """Figure 7."""
 
     name = "fig7"
-    title = "Figure 7: HBM and the link against bytes in flight, and against SMs on the link"
+    title = "Figure 7: both tiers against bytes in flight, and against SMs on the link"
     paper = (
         "A link needs few bytes in flight for its full rate. With more of them requests wait in "
         "the memory system and HBM reads lose bandwidth; so the bytes in flight over the link "
@@ -25,7 +25,7 @@ class LinkReads(Figure):
     )
     claimed = (
         "Paper: past the window HBM loses bandwidth while the link gains none, and more SMs than "
-        "saturate the link only cost HBM. HBM's loss here, with the most bytes in flight:"
+        "saturate the link only cost HBM. Lost here, with the most bytes in flight:"
     )
 
     def make_charts(self) -> list[Chart]:
@@ -44,7 +44,7 @@ class LinkReads(Figure):
 
         def entry(series: str, x: float, sms: int, size: int, hbm_sms: int) -> Entry:
             read = ReadPoint(remote=self.scope.remote, sms=sms, in_flight=size, hbm_sms=hbm_sms)
-            return Entry(series, x, read, 1 if series == OTHERS else 2)
+            return Entry(f"{series} on {self.scope.near}", x, read, 1 if series == OTHERS else 2)
 
         return [
             Chart(
@@ -64,28 +64,30 @@ class LinkReads(Figure):
         ]  # fmt: skip
 
     def rates(self) -> list[tuple[float, float, float]]:
-        """(KiB in flight, bytes/s of the link, bytes/s of HBM), in order."""
+        """(KiB in flight, bytes/s of the link, bytes/s of the local tier), in order."""
         return [
             (entry.x, result.remote_bytes_per_s, result.hbm_bytes_per_s)
-            for entry, result in self.lines(self.charts[0]).get(OTHERS, [])
+            for entry, result in self.lines(self.charts[0]).get(
+                f"{OTHERS} on {self.scope.near}", []
+            )
             if result.remote_bytes_per_s and result.hbm_bytes_per_s
         ]
 
     def sentences(self) -> Iterator[str]:
         if not (rates := self.rates()):
             return
+        near = self.scope.near
         _, link, hbm = map(max, zip(*rates, strict=True))
         enough = next(x for x, rate, _ in rates if rate >= KEPT * link)
         lost = next((x for x, _, rate in rates if x > enough and rate < KEPT * hbm), None)
         yield f"The link reaches {format_rate(link)} with {format_bytes(1024 * enough)} in flight."
         if lost is None:
-            yield f"HBM keeps {format_rate(hbm)} at every larger number of bytes in flight."
+            yield f"With every larger number {near} keeps {format_rate(hbm)}."
             return
         last, _, rate = rates[-1]
         yield (
-            f"HBM slows from {format_bytes(1024 * lost)} in flight on: with "
-            f"{format_bytes(1024 * last)} it reads {format_rate(rate)}, and {format_rate(hbm)} at "
-            "best."
+            f"From {format_bytes(1024 * lost)} on {near} slows: with {format_bytes(1024 * last)} "
+            f"it reads {format_rate(rate)}, and {format_rate(hbm)} at best."
         )
 
     def here(self) -> list[str]:
@@ -93,9 +95,9 @@ class LinkReads(Figure):
         return [f"{max(1 - rates[-1] / max(rates), 0):.0%}"] if rates else []
 
     def notes(self) -> list[str]:
-        predicted = ["The planner does not model congestion: predicted rates of HBM never fall."]
+        predicted = "The planner does not model congestion: predicted rates of {} never fall."
         return [
-            *(predicted if self.scope.predict else []),
+            *([predicted.format(self.scope.near)] if self.scope.predict else []),
             "The paper fixes 100 SMs on HBM; here all SMs that do not read the link do. The full "
             "run shows both.",
             "The link's rate is the lower of the link's own and of the memory behind it. Another "

@@ -188,7 +188,7 @@ class LargeBatch(Ratios):
     )
     claimed = (
         "Paper: with many rows a part of the model costs nothing outside HBM. Here, within 2% of "
-        "the time of all in HBM:"
+        "the time with nothing outside:"
     )
     batch_size = MANY
 
