@@ -293,7 +293,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append((caches.tolist(), lengths.tolist()))
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr("dakrun.lab.chains.splitk_flash_attn", attend)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.chains.attention.splitk_flash_attn", attend)  # needs a GPU
     return found
 
 

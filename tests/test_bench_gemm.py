@@ -433,7 +433,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel, the SMs that it runs on, and the choice of kernels for a GPU.
     on_the_cpu(monkeypatch)
     monkeypatch.setattr("dakrun.kernels.gemm.splitk.splitk_gemm", multiply)
-    monkeypatch.setattr("dakrun.lab.chains.Products", lambda *_: PRODUCTS)
+    monkeypatch.setattr("dakrun.lab.chains.gemm.Products", lambda *_: PRODUCTS)
 
 
 def new_chains(buffers: dict[str, torch.Tensor]) -> GemmChains:
@@ -491,8 +491,10 @@ def test_a_launch_reads_what_the_one_before_wrote(cpu: None) -> None:
 def test_a_sweep_without_a_gpu(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = without_a_gpu(monkeypatch)
     compiled: list[tuple[str, dict[str, int]]] = []
-    monkeypatch.setattr("dakrun.lab.chains.architecture", lambda _: "sm_90a")
-    monkeypatch.setattr("dakrun.lab.chains.compile_ahead", lambda some, _: compiled.extend(some))
+    monkeypatch.setattr("dakrun.lab.chains.gemm.architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(
+        "dakrun.lab.chains.gemm.compile_ahead", lambda some, _: compiled.extend(some)
+    )
     wanted = sweep(
         shapes=("160x64", "64x160"), rows=(1, 8), ratios=("0", TURNING_POINT, "1"), ablations=True
     )

@@ -103,7 +103,7 @@ def test_every_prompt_attends_to_itself(
         read.append(tables.addresses[:, 0].tolist())
 
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr("dakrun.lab.chains.prompt_attn", attend)  # needs a GPU
+    monkeypatch.setattr("dakrun.lab.chains.attention.prompt_attn", attend)  # needs a GPU
     some = case(units)
     sizes = dict(zip((LOCAL, "host"), buffer_bytes([some], 256), strict=False))
     with Room(torch.device("cpu")) as room:
@@ -201,7 +201,9 @@ def test_flashinfer_reads_all_positions(rival: None, operand: Slots) -> None:
 
 def test_a_sweep_without_a_gpu(rival: None, monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_gpu(monkeypatch)
-    monkeypatch.setattr("dakrun.lab.chains.prompt_attn", lambda *_, **__: None)  # needs a GPU
+    monkeypatch.setattr(
+        "dakrun.lab.chains.attention.prompt_attn", lambda *_, **__: None
+    )  # needs a GPU
     found = measure_kernel(
         sweep(cases=("2:4/2:70", "1:4/4:64"), rival="flashinfer"), PROFILE, effort=TINY,
         command="it", progress=(said := list[str]()).append,

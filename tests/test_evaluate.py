@@ -651,14 +651,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     hold_to(H200, monkeypatch)
     from dakrun.lab.evaluate import kernels as module
 
-    monkeypatch.setattr("dakrun.lab.chains.Products", FakeProducts)
-    monkeypatch.setattr("dakrun.lab.chains.seconds_round_robin", in_turns)
-    monkeypatch.setattr("dakrun.lab.chains.compile_ahead", lambda *_: None)
-    monkeypatch.setattr("dakrun.lab.chains.architecture", lambda _: "sm_90a")
+    monkeypatch.setattr("dakrun.lab.chains.gemm.Products", FakeProducts)
+    monkeypatch.setattr("dakrun.lab.chains.gemm.seconds_round_robin", in_turns)
+    monkeypatch.setattr("dakrun.lab.chains.gemm.compile_ahead", lambda *_: None)
+    monkeypatch.setattr("dakrun.lab.chains.gemm.architecture", lambda _: "sm_90a")
     rates = lambda readers, _: [1e9 * r.ctas for r in readers]  # noqa: E731
     monkeypatch.setattr("dakrun.lab.memory.read_window", rates)
     monkeypatch.setattr(module, "READ_BYTES", {LOCAL: 2**24, "remote": 2**22})
-    monkeypatch.setattr("dakrun.lab.chains.splitk_flash_attn", lambda *_, **__: None)
+    monkeypatch.setattr("dakrun.lab.chains.attention.splitk_flash_attn", lambda *_, **__: None)
     small = replace(module.QUICK, chain_bytes=2**20, min_launches=2)
     monkeypatch.setattr(module, "QUICK", small)
     model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)

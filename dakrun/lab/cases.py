@@ -1,7 +1,7 @@
 """Launches of single kernels as cases: operands, their bytes in tiers, and predicted times.
 
 An operand is what a kernel reads from a tier. Each kernel has a class of operands here, and a class
-of launches in chains.py. Pure arithmetic; needs no GPU and no torch.
+of launches in chains/. Pure arithmetic; needs no GPU and no torch.
 """
 
 import itertools
