@@ -12,10 +12,10 @@ kv_layout.py what lies in a block, prefix_cache.py the blocks that prompts share
 blocks to host memory and back.
 
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
-computes a step: graph_runner.py on the GPU's kernels, reference_runner.py in plain torch
-(reference_backend.py). On the GPU row_map.py has the rows of the batch, slot_sampling.py how
-their tokens are chosen, step_graphs.py the CUDA graphs of decode_step.py and of verify_step.py
-(with slot_progress.py); prefill.py computes prompts with cached_attention.py and kv_writer.py,
+computes a step: graph_runner.py on the GPU's kernels (replays.py counts them), reference_runner.py
+in plain torch (reference_backend.py). On the GPU row_map.py has the rows of the batch,
+slot_sampling.py how their tokens are chosen, step_graphs.py the CUDA graphs of decode_step.py and
+of verify_step.py (with slot_progress.py); prefill.py computes prompts with cached_attention.py and kv_writer.py,
 kernel_backend.py launches ops, and staging.py copies remote matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges

@@ -6,10 +6,9 @@ tokens are chosen. step_graphs.py has the graphs, decode_step.py the launches of
 verify_step.py those of a step with drafts, prefill.py those of prompts.
 """
 
-import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from dakrun.engine.expert_use import ExpertUse
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.logprobs import Scores
 from dakrun.engine.prefill import Prefill
+from dakrun.engine.replays import Replays
 from dakrun.engine.row_map import RowMap
 from dakrun.engine.runner import Chosen
 from dakrun.engine.slot_sampling import SlotSampling
@@ -41,14 +41,6 @@ from dakrun.kernels.runtime import (
 from dakrun.memory.device import upload
 from dakrun.models.modules import Fused
 from dakrun.plan import DraftForecast, drafts_of
-
-
-@dataclass
-class Replays:
-    """Number of replays, and of padding rows (rows without a request), by rows of the bucket."""
-
-    count: Counter[int] = field(default_factory=Counter)
-    padding: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,6 @@ class GraphRunner:
         self.chunk_tokens = prefill.chunk_tokens
         self.order: Sequence[int] = fill_order(cache.counts)
         self.replays = Replays()
-        self._gaps_s: list[float] = []  # between replays, on the GPU
         self._decode, self._backend, self._prefill = step, step.backend, prefill
         self.cache, self._positions = cache, shape.blocks * KV_BLOCK
         self._buckets, self._shape = buckets(cache.counts), shape
@@ -112,13 +103,8 @@ class GraphRunner:
 
     def details(self) -> dict[str, Any]:
         """Replays and padding rows of each bucket, and the median gap between replays."""
-        gaps = statistics.median(self._gaps_s) if self._gaps_s else None
-        buckets = [
-            {"rows": rows, "replays": count, "padding_rows": self.replays.padding[rows]}
-            for rows, count in sorted(self.replays.count.items())
-        ]
         moved = {"expert_moves": self._moves.report()} if self._moves else {}
-        return {"buckets": buckets, "replay_gap_s": gaps, **moved}
+        return {**self.replays.report(), **moved}
 
     @torch.inference_mode()
     def draft(self, forecasts: Sequence[DraftForecast]) -> None:
@@ -169,7 +155,7 @@ class GraphRunner:
             if any(row.scored for row in prompts):
                 scores = self._prefill.scores(step, hidden)
         else:
-            self._count_replay(bucket, len(rows))
+            self.replays.add(sum(bucket), len(rows))
             if drafting:
                 self.graphs.verifying[bucket].replay()
                 logits, tokens = drafting.backend.logits, drafting.chosen
@@ -212,7 +198,7 @@ class GraphRunner:
         launched.end.synchronize()
         self._masks.check()
         if self._last is not None:
-            self._gaps_s.append(self._last.end.elapsed_time(launched.start) / 1e3)
+            self.replays.gaps_s.append(self._last.end.elapsed_time(launched.start) / 1e3)
         self._last = launched
         if self._moves and not launched.step.prompts:
             self._step_s = launched.start.elapsed_time(launched.end) / 1e3
@@ -228,10 +214,6 @@ class GraphRunner:
         slots = (row.slot for row in step.rows)
         self._masks.release_failed(zip(slots, tokens, strict=True))
         return Accepted(tokens, logprobs, scores, drafted)
-
-    def _count_replay(self, bucket: Bucket, rows: int) -> None:
-        self.replays.count[sum(bucket)] += 1
-        self.replays.padding[sum(bucket)] += sum(bucket) - rows
 
     def drop(self) -> None:
         """Wait for all launched steps and discard their tokens."""
