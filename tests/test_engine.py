@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from dakrun.config import SamplingParams
-from dakrun.engine import Accepted, Step, engine
+from dakrun.engine import Accepted, Step
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
@@ -182,7 +182,7 @@ def test_results_wait_for_a_device_that_wants_steps(
             patch.setattr(runner, "ahead", 2)
             patch.setattr(runner, "launch", counted)
             patch.setattr(runner, "has_ended", lambda: ended)
-            patch.setattr(engine, "RESULT_DELAY_S", delay_s)
+            patch.setattr("dakrun.engine.ended.RESULT_DELAY_S", delay_s)
             with pytest.raises(RuntimeError, match="a bug") if fails else nullcontext():
                 for one in llm.stream(rows):
                     found.append((one.id, launched))

@@ -1,22 +1,24 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
-engine.py has the loop of steps: admission.py gives requests slots and the KV blocks of their
-prompts, preemption.py has blocks for the next rows and keeps requests that gave theirs up,
-prompt_queue.py cuts prompts into parts, draft_choice.py says which steps carry drafts. answers.py
-begins and ends requests, results.py makes their results. unfinished.py collects the choices of a
-row, and has the requests to begin again after an error. offline.py has the calls of the Python API
-that complete prompts, rows_bar.py their progress bar in the terminal.
+engine.py has the loop of steps: waiting.py lets requests begin, admission.py gives them slots and
+the KV blocks of their prompts, preemption.py has blocks for the next rows and keeps requests that
+gave theirs up, prompt_queue.py cuts prompts into parts, draft_choice.py says which steps carry
+drafts. answers.py begins and ends requests; ended.py has those without a result yet, which
+results.py makes. unfinished.py collects the choices of a row, and has the requests to begin again
+after an error. offline.py has the calls of the Python API that complete prompts, rows_bar.py their
+progress bar in the terminal.
 
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,
 kv_layout.py what lies in a block, prefix_cache.py the blocks that prompts share, and swap.py copies
 blocks to host memory and back.
 
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
-computes a step: graph_runner.py on the GPU's kernels (replays.py counts them), reference_runner.py
-in plain torch (reference_backend.py). On the GPU row_map.py has the rows of the batch,
-slot_sampling.py how their tokens are chosen, step_graphs.py the CUDA graphs of decode_step.py and
-of verify_step.py (with slot_progress.py); prefill.py computes prompts with cached_attention.py and kv_writer.py,
-kernel_backend.py launches ops, and staging.py copies remote matrices ahead.
+computes a step: graph_runner.py on the GPU's kernels (replays.py counts the graphs' replays),
+reference_runner.py in plain torch (reference_backend.py). On the GPU row_map.py has the rows of the
+batch, slot_sampling.py how their tokens are chosen, step_graphs.py the CUDA graphs of
+decode_step.py and of verify_step.py (with slot_progress.py); prefill.py computes prompts with
+cached_attention.py and kv_writer.py, kernel_backend.py launches ops, and staging.py copies remote
+matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
 experts; on the GPU's kernels expert_copies.py copies them.

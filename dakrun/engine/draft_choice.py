@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from dakrun.config import Speculation
 from dakrun.engine.progress import RequestState
+from dakrun.engine.step import Accepted
 from dakrun.plan import DraftForecast
 
 LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to save any
@@ -79,6 +80,23 @@ class DraftChoice:
         loss = max(0.0, drafting - plain)
         self.tries = self._lost_s + loss <= LOST * self._total_s
         return drafts if self.tries else 0
+
+    def record(
+        self,
+        rows: Sequence[RequestState],
+        accepted: Accepted,
+        drafts: int,
+        seconds: float | None,
+    ) -> None:
+        """Take a step of `rows` with up to `drafts` drafts a row.
+
+        It took so many `seconds`; None if it had prompts too, beside which drafts may lack room.
+        """
+        counts = list(map(len, accepted.tokens[: len(rows)]))
+        if seconds is not None or any(accepted.drafted):
+            self.record_tokens(rows, counts, drafts)
+        if seconds is not None:
+            self.record_time(counts, drafts, seconds)
 
     def record_tokens(
         self, rows: Sequence[RequestState], counts: Sequence[int], drafts: int

@@ -1,16 +1,16 @@
 """The step loop: takes requests, launches steps, collects their tokens, completes requests.
 
 A step carries a row of every running request and parts of the prompts of new ones. It may be
-launched before the tokens of the previous step are known. admission.py gives requests their slots
-and the KV blocks of their prompts, preemption.py those of the next rows, prompt_queue.py cuts
-prompts into parts, answers.py begins and ends a request. Knows neither files nor checkpoints, nor
-how the runner computes.
+launched before the tokens of the previous step are known. waiting.py lets requests begin,
+admission.py gives them slots and the KV blocks of their prompts, preemption.py has those of the
+next rows, prompt_queue.py cuts prompts into parts, ended.py keeps requests without a result yet.
+Knows neither files nor checkpoints, nor how the runner computes.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,17 +18,18 @@ from dakrun.config import OFF, Speculation
 from dakrun.engine.admission import Admission
 from dakrun.engine.answers import Answers, Reason
 from dakrun.engine.draft_choice import DraftChoice
+from dakrun.engine.ended import Ended
 from dakrun.engine.preemption import Preemption
 from dakrun.engine.progress import EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
-from dakrun.engine.results import refused, too_long
 from dakrun.engine.runner import Runner
 from dakrun.engine.step import Accepted, Row, Step
+from dakrun.engine.waiting import Waiting
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
 from dakrun.plan import Plan, draft_forecasts, requests_per_admission
-from dakrun.requests import BadRow, Completion, Request, RowError, Tokenizer
+from dakrun.requests import Completion, Request, RowError, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,6 @@ class _Launched:
     step: Step
     requests: Sequence[RequestState]
     drafts: int
-
-
-_NO_MORE = object()  # instead of a request: the run has all of them
-RESULT_DELAY_S = 0.5  # the most that a result waits for steps to be launched first
 
 
 class Engine:
@@ -72,10 +69,10 @@ class Engine:
         self.preemption = Preemption(runner, plan, self.admission, self._running)
         self.prompts = PromptQueue(runner, self.admission, requests_per_admission(plan))
         self._one_run = threading.Lock()  # the slots serve one run at a time
-        self._closed = False
+        self._closed = threading.Event()
         self._collected = 0.0  # time of the last collection
         self._steps: deque[_Launched] = deque()
-        self._ended: deque[tuple[RequestState, Reason]] = deque()  # without a result yet, and why
+        self._ended = Ended(self.answers)
 
     def generate(
         self, requests: Iterable[Request | None], *, may_wait: bool = False
@@ -102,29 +99,32 @@ class Engine:
             )
         try:
             self.admission.reset()
-            source, self._exhausted = iter(requests), False
+            waiting = Waiting(
+                iter(requests), self.answers, self.admission, self.preemption, self.prompts
+            )
             while True:
-                while self._steps and not (self._running or self._beginning()):
+                while self._steps and not (self._running or waiting.beginning):
                     self._collect()  # steps of ended requests alone: `source` may take its time
                 at_once = may_wait and self.admission.is_open
-                while self._ended and (at_once or not self._steps or self._is_late()):
-                    yield self._next_result()
-                none_now = yield from self._admit_waiting(source)
-                if self._closed:
+                while self._ended and (at_once or not self._steps or self._ended.is_late):
+                    yield self._ended.next_result(self.stats)
+                none_now = yield from waiting.admit(self._running, self._closed)
+                if self._closed.is_set():
                     raise UsageError(
                         "this LLM was closed while it generated", hint="finish the stream first"
                     )
                 if self._launch(none_now=none_now):
                     continue
                 if self._ended and not self.runner.has_ended():
-                    yield self._next_result()  # the device computes, and takes no further step now
+                    # The device computes, and takes no further step now.
+                    yield self._ended.next_result(self.stats)
                 elif self._steps:
                     self._collect()
-                elif self._exhausted and not (self.preemption.queue or self._beginning()):
+                elif waiting.is_over:
                     return
         except Exception:  # finished results come first
             while self._ended:
-                yield self._next_result()
+                yield self._ended.next_result(self.stats)
             raise
         finally:
             self._drop_all()
@@ -136,7 +136,7 @@ class Engine:
 
     def close(self) -> None:
         """End the current run, which gives finished results, then raises UsageError."""
-        self._closed = True
+        self._closed.set()
         with suppress(RuntimeError):  # of a GPU that has failed
             self.runner.drop()
             self.preemption.swap.wait_for_copies()
@@ -168,43 +168,6 @@ class Engine:
             self.preemption.swap.wait_for_copies()
             self.runner.drop()
         self.runner.cache.release_all()
-
-    def _admit_waiting(self, source: Iterator[Request | None]) -> Generator[RowError, None, bool]:
-        """Give slots to waiting requests while there is room, first to those that were preempted.
-
-        Their prompts, or their saved blocks, follow.
-        Yields the errors of those that cannot begin, or need a larger KV cache. Returns whether
-        none waits: none was there when `source` was asked, or it is exhausted.
-        """
-        queue = self.preemption.queue
-        while self.admission.is_open and not self._closed:
-            if queue:
-                r = queue.popleft()
-            else:
-                request = next(source, _NO_MORE)
-                self._exhausted = request is _NO_MORE
-                if not isinstance(request, Request):
-                    return True
-                try:
-                    r = self.answers.begin(request)
-                except BadRow as bad:
-                    yield refused(request, bad)
-                    continue
-            if self.admission.admit(r, self._running, self._beginning()):
-                if r.saved is None:
-                    self.prompts.requests.append(r)
-                else:
-                    self.preemption.swap_in(r)
-            elif self.admission.blocked:
-                queue.appendleft(r)
-            else:
-                self.preemption.free_copies(r)
-                yield too_long(r.request, r.limit, self.admission.most_positions)
-        return self._exhausted and not queue
-
-    def _beginning(self) -> list[RequestState]:
-        """The requests in slots that do not run yet."""
-        return [*self.prompts.requests, *self.preemption.swapping_in]
 
     def _launch(self, *, none_now: bool) -> bool:
         """Launch a step, and return True; False if there is nothing to compute, or it must wait.
@@ -315,12 +278,8 @@ class Engine:
         if not self._drafts.forecasts:
             return
         decode, prompts = launched.step
-        counts = list(map(len, accepted.tokens[: len(decode)]))
-        if not prompts or any(accepted.drafted):  # they may have had no room beside prompts
-            requests = launched.requests[: len(decode)]
-            self._drafts.record_tokens(requests, counts, launched.drafts)
-        if not prompts:
-            self._drafts.record_time(counts, launched.drafts, seconds)
+        requests = launched.requests[: len(decode)]
+        self._drafts.record(requests, accepted, launched.drafts, None if prompts else seconds)
         if launched.drafts:
             for r, row, tokens in zip(launched.requests, decode, accepted.tokens, strict=False):
                 r.cached += len(tokens) - 1
@@ -329,25 +288,11 @@ class Engine:
         self.stats.draft_lost_s = self._drafts.rejected_s
 
     def _end(self, r: RequestState, reason: Reason) -> None:
-        """Take `r` out of its slot; `_next_result` makes its result."""
+        """Take `r` out of its slot; its result is made later."""
         r.ended = True
         self._running.remove(r)
         self.admission.release(r)
         self.preemption.free_copies(r)
         if reason != "error":
             self.admission.count_end(r)
-        self._ended.append((r, reason))
-
-    def _is_late(self) -> bool:
-        """Whether the oldest result has waited for RESULT_DELAY_S."""
-        r, _ = self._ended[0]
-        return time.perf_counter() - r.last_token > RESULT_DELAY_S
-
-    def _next_result(self) -> Completion | RowError:
-        """The result of the request that ended first."""
-        r, reason = self._ended.popleft()
-        self.stats.running_tokens -= len(r.tokens)
-        result = self.answers.result(r, reason)
-        if isinstance(result, Completion):
-            self.stats.count_end(r, result)
-        return result
+        self._ended.add(r, reason)
