@@ -1,6 +1,6 @@
 """Results on disk: points.jsonl, to which each result is appended, a CSV for each figure, run.json.
 
-A result that was appended survives a crash; a torn last line is ignored.
+A measured result survives a crash of the machine; a torn last line is ignored.
 """
 
 import datetime
@@ -36,7 +36,7 @@ class Store:
         self._read()
 
     def add(self, point: Point, result: Result) -> None:
-        """Keep `result` of `point`, on disk before this returns."""
+        """Keep `result` of `point`, on disk before this returns if it was measured."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
         date = datetime.date.today().isoformat()
         run = {"machine": self.machine, "quick": self.quick, "date": date, "commit": self._commit}
@@ -44,7 +44,8 @@ class Store:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
-            os.fsync(file.fileno())
+            if result.source == "measured":  # the time of a sync is more than a prediction's
+                os.fsync(file.fileno())
         self.results[point.key] = result
         self._origins[point.key] = date, self._commit
 
