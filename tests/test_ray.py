@@ -312,28 +312,40 @@ def test_rows_that_are_done_are_not_counted_as_left() -> None:
     assert first == list(range(0, 1000, 100)) and left.count() == 30
 
 
-class Slow:
-    """A worker with room for all rows, which takes as long for many as for few."""
+class InTurn:
+    """A worker with room for all rows. It loads once `after` have rows, and replies once all have.
 
-    def __init__(self, name: bytes, load_s: float) -> None:
-        self._name, self._load_s = name, load_s
+    Files of `folder` say which workers have been handed rows. It waits no longer than a minute.
+    """
+
+    def __init__(self, name: str, after: list[str], folder: Path) -> None:
+        self._name, self._after, self._folder = name, after, folder
 
     async def node(self) -> str:
         return "here"
 
     async def load(self) -> Loaded:
-        await asyncio.sleep(self._load_s)
+        await self._wait(self._after)
         return Loaded(100, 1.0)
 
     async def exchange(self, rows: list[Any]) -> Reply:
-        await asyncio.sleep(2)
-        done = [Finished(row.number, 1, 1, -row.minus_new, self._name) for row in rows]
+        (self._folder / self._name).touch()
+        await self._wait(["early", "late"])
+        done = [Finished(row.number, 1, 1, -row.minus_new, self._name.encode()) for row in rows]
         return Reply(done, NONE_YET, None)
 
+    async def _wait(self, names: list[str]) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not all((self._folder / name).exists() for name in names):
+            await asyncio.sleep(0.02)
 
-def test_the_first_to_load_does_not_get_all_long_rows(cluster: str) -> None:
-    actor = ray.remote(Slow).options(num_cpus=1)
-    to_start = iter([(b"late", 1.0), (b"early", 0.0)])
+
+def test_the_first_to_load_does_not_get_all_long_rows(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dakrun.ray.dispatch.WAITING_S", 3600.0)  # a slow start is no lack of room
+    actor = ray.remote(InTurn).options(num_cpus=1)
+    to_start = iter([("late", ["early"], tmp_path), ("early", [], tmp_path)])
     tokens: Counter[bytes] = Counter()
     dispatcher = Dispatcher(
         lambda _: actor.remote(*next(to_start)),
