@@ -8,7 +8,7 @@ import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over a million objects of modules, which stay to the end."""
+    gc.freeze()
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """As in a process of its own, no object is kept from the garbage collector."""
+    gc.unfreeze()
+    yield
+    gc.collect()
     gc.freeze()
 
 

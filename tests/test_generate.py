@@ -147,6 +147,7 @@ def test_text_file_in_rows_and_report_out(prompts: Path, tmp_path: Path) -> None
     assert {op["name"] for op in report["ops"]} >= {"qkv", "attention", "lm_head"}
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_a_run_leaves_what_is_loaded_to_no_garbage_collection(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,13 @@ def test_a_run_leaves_what_is_loaded_to_no_garbage_collection(
     assert gc.get_freeze_count() == 0
 
 
+def test_a_run_leaves_frozen_what_a_program_has_frozen(prompts: Path, tmp_path: Path) -> None:
+    before = gc.get_freeze_count()
+    assert before and run(*base(prompts, tmp_path / "out.jsonl")).exit_code == 0
+    assert gc.get_freeze_count() > before // 2
+
+
+@pytest.mark.usefixtures("unfrozen")
 def test_an_interrupt_right_before_the_run_is_told(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

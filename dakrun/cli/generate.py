@@ -275,8 +275,12 @@ def _kept_from_collection() -> Iterator[None]:
     """In the block, let the garbage collector skip the objects that are there before it.
 
     These are hundreds of thousands, of all modules. To look at them takes as long as several steps,
-    and nothing is launched meanwhile.
+    and nothing is launched meanwhile. A program that runs the command within its own process may
+    have frozen its objects already: they stay so.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:
