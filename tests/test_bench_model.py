@@ -370,6 +370,7 @@ def tiny(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     # An LLM that fails on request, and fewer rounds.
     monkeypatch.setattr("dakrun.lab.bench.model.LLM", Fussy)
     monkeypatch.setattr("dakrun.lab.bench.model.ROUNDS", 2)
+    monkeypatch.setattr("dakrun.lab.bench.model.WARM_UP_TOKENS", 1)
     monkeypatch.setattr(sys, "argv", ["/bin/dakrun", "bench", "--model", NAME])
     return ("--model", path, "--profile", "cpu", "--prompt-len", 4, "--new-tokens", 5)
 
@@ -456,6 +457,7 @@ def of_a_rival(
     # A rival runs on GPUs alone.
     monkeypatch.setattr("dakrun.lab.rivals.steps.rival_step", step)
     monkeypatch.setattr("dakrun.lab.bench.run.check_device", lambda _: None)
+    monkeypatch.setattr("dakrun.lab.bench.model.ROUNDS", 1)
     points = ("--batch-size", 1, "--batch-size", 2, "--ratio", 0, "--ratio", 0.55)
     result = run(*tiny, *points, *options, "--json")
     assert result.exit_code == 0, result.stderr

@@ -43,6 +43,7 @@ from dakrun.lab.evaluate.points import (
 from dakrun.lab.evaluate.predict import predict, short
 from dakrun.lab.evaluate.run import ceilings_of, describe, in_order
 from dakrun.lab.evaluate.scope import TINY
+from dakrun.lab.evaluate.steps import Steps
 from dakrun.lab.evaluate.store import Store, read_run
 from dakrun.models import known_model, model_config
 
@@ -108,8 +109,16 @@ def few_steps() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("measured")
-    ended = run("--device", "cpu", "--profile", "cpu", "--quick", "-o", folder)
+    """A run on a CPU; what it measures are smaller steps than those of its points."""
+    folder, step = tmp_path_factory.mktemp("measured"), Steps.step
+
+    def smaller(steps: Steps, point: StepPoint) -> Result:
+        batch_size, prompt_len = min(point.batch_size, 16), min(point.prompt_len, 64)
+        return step(steps, replace(point, batch_size=batch_size, prompt_len=prompt_len))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Steps, "step", smaller)
+        ended = run("--device", "cpu", "--profile", "cpu", "--quick", "-o", folder)
     assert ended.exit_code == 0, ended.stderr
     return folder
 

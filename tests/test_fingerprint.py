@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import chdir, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,22 @@ BATCH = (
 )
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and an output of it with its fingerprint."""
+    folder = tmp_path_factory.mktemp("done")
+    shutil.copytree(MODEL, folder / "model")
+    (folder / "p.jsonl").write_text(NATIVE.format("a") + NATIVE.format("b"))
+    with chdir(folder):
+        assert run().exit_code == 0
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a model, and an output of it with its fingerprint."""
+def folder(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a copy of `done`."""
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(MODEL, "model")
-    Path("p.jsonl").write_text(NATIVE.format("a") + NATIVE.format("b"))
-    assert run().exit_code == 0
     return tmp_path
 
 

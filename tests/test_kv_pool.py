@@ -265,7 +265,7 @@ def test_what_requests_took_says_what_others_need(
     Then some that take all, and have to give up their blocks; they keep the tokens that they have.
     """
     chance = random.Random(4)
-    ends = {f"r{i}": chance.randint(5, 15) if i < 60 else 100 for i in range(80)}
+    ends = {f"r{i}": chance.randint(5, 15) if i < 40 else 100 for i in range(56)}
     requests = [
         Request(
             id=name, line=1, prompt_ids=tuple(chance.choices(range(3, 300), k=30)),

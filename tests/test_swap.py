@@ -49,7 +49,7 @@ def load(path: Path, batch_size: int = 6, room: int = ROOM, **policy: float) -> 
     return llm
 
 
-def ragged(count: int = 40) -> list[Request]:
+def ragged(count: int = 30) -> list[Request]:
     chance = random.Random(1)
     return [
         Request(
