@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from dakrun.resources import resource_dir
 from dakrun.units import ceil_div
 
 CLUSTER_WORDS = {"shared::cluster", "multicast", "mapa"}  # in PTX
+TILES = ("TILES", "GROUP_TILES")  # macros
 WITH_RINGS = (
     "grouped_splitk.cu",
     "grouped_tiled.cu",
@@ -50,17 +52,33 @@ WITH_RINGS = (
 )
 
 
+def tiles_of(defines: dict[str, int]) -> int:
+    """The tiles of a kernel that has variants with more or fewer."""
+    return sum(defines.get(name, 0) for name in TILES)
+
+
+def but_for_tiles(defines: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in defines.items() if name not in TILES)
+
+
 def variants() -> list[Any]:
     """All kernels: make test compiles those in bfloat16 of a Hopper GPU, of one head size.
 
-    For 12.0 it compiles one kernel of each source; make test-more the rest. For 10.0 and 12.1 only
-    kernels in bfloat16 are compiled: they are those of 12.0 but for a few instructions.
+    Of those that differ in their tiles alone it compiles the largest, which needs most registers,
+    and of a product with elements of 16 bits the smallest, too. For 12.0 it compiles one kernel of
+    each source; make test-more the rest. For 10.0 and 12.1 only kernels in bfloat16 are compiled:
+    they are those of 12.0 but for a few instructions.
     """
 
     def few(source: str, defines: dict[str, int], arch: str) -> bool:
         if arch != "sm_90a":
             return arch == "sm_120a" and defines == others[arch, source]
-        return defines.get("BFLOAT16", 1) == 1 and defines.get("HEAD_DIM", 128) == 128
+        if defines.get("BFLOAT16", 1) != 1 or defines.get("HEAD_DIM", 128) != 128:
+            return False
+        of_all, own = tiles[arch, source, but_for_tiles(defines)], tiles_of(defines)
+        return own == max(of_all) or (
+            own == min(of_all) and "TILES" in defines and "CODE" not in defines
+        )
 
     every = [
         (*variant, arch)
@@ -69,6 +87,9 @@ def variants() -> list[Any]:
         if arch in ("sm_90a", "sm_120a") or variant[1].get("BFLOAT16", 1) == 1
     ]
     others = {(arch, source): defines for source, defines, arch in every}
+    tiles = defaultdict[Any, set[int]](set)
+    for source, defines, arch in every:
+        tiles[arch, source, but_for_tiles(defines)].add(tiles_of(defines))
     return cases(every, few)
 
 
