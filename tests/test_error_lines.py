@@ -60,7 +60,7 @@ def test_closed_streams(closed: str, arguments: str, code: int, message: str) ->
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
 def test_the_exit_code_of_an_error_that_cannot_be_printed(stderr: str) -> None:
-    found = dakrun(f"convert none . {stderr}")
+    found = dakrun(f"plan --model none --profile cpu {stderr}")
     assert (found.returncode, found.stdout, found.stderr) == (2, "", "")
 
 

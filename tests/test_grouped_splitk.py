@@ -1,6 +1,7 @@
 """Products with the experts that rows chose: only those are read, wherever their row blocks lie."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cards import hopper
+from cases import cases
 from emulated import EmulatedKernel
 from packed_matrices import FEW_LAYOUTS, elsewhere, normal, packed, quantised
 from torch.nn import functional as F
@@ -157,10 +159,15 @@ def test_it_is_exact(
         assert run(choices, matrix, 6, kernel_device)[0].equal(found), counts
 
 
-@pytest.mark.parametrize("run", [gated, added, stored])
-@pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
-@pytest.mark.parametrize("rows", [1, 13])
-def test_formats(run: Any, layout: Quantised, rows: int, kernel_device: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "layout", "run"),
+    cases(
+        itertools.product((1, 13), FEW_LAYOUTS, (gated, added, stored)),
+        lambda rows, layout, run: rows == 13 or run is added,
+    ),
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_formats(rows: int, layout: Quantised, run: Any, kernel_device: str) -> None:
     choices, dtype = random_choices(rows, 5, 3), torch.bfloat16
     matrix = matrix_of(5, 40, 648, (25,), kernel_device, layout, dtype)
     found, exact = run(choices, matrix, 5, kernel_device)

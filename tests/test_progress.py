@@ -136,7 +136,10 @@ def test_rows_in_flight_are_seen_in_a_terminal(tmp_path: Path) -> None:
     assert lines[-2:] == ["128 rows done, 0 failed, 0 skipped", ""]
 
 
-@pytest.mark.parametrize("hup", [signal.SIG_DFL, signal.SIG_IGN])
+# test_survival.py has a run that ignores SIGHUP.
+@pytest.mark.parametrize(
+    "hup", [signal.SIG_DFL, pytest.param(signal.SIG_IGN, marks=pytest.mark.full)]
+)
 def test_a_terminal_that_goes(hup: int, tmp_path: Path) -> None:
     """SIGHUP ends the run with whole rows; where it is ignored, the run goes on to its end."""
     terminal, run = start(tmp_path, 64, hup=hup)
