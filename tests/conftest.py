@@ -45,10 +45,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 # Files that take longest begin first, so that processes which take file after file end together.
 LONG = (
-    "ray", "tiled_gemm_emulated", "nvrtc", "models", "evaluate", "gemm_emulated",
-    "prompt_attn_emulated", "survival", "kv_pool", "bench_model", "generate", "attention_emulated",
-    "cascade_emulated", "swap", "nn_huggingface", "cli_plan", "advice", "sampler", "checkpoint",
-    "plot", "plan_laws", "engine", "look_ahead", "kernel_decoder", "prefill", "results", "run_time",
+    "ray", "nvrtc", "tiled_gemm_emulated", "kernel_decoder", "survival", "gemm_emulated", "models",
+    "malformed", "generate", "grouped_splitk", "grouped_tiled", "prompt_attn_emulated",
+    "attention_emulated", "graph_runner_emulated", "cli_plan", "kv_pool", "advice", "resume",
+    "swap", "progress", "plan_laws", "expert_moves_emulated", "select_token", "small_card",
+    "engine", "checkpoint", "plot", "look_ahead", "run_time", "evaluate", "sampler",
+    "python_prompts", "bench_model", "bench_prefetch", "nn_huggingface", "prefill",
 )  # fmt: skip
 
 
