@@ -91,6 +91,19 @@ def test_all_that_differs_is_named_with_both_values(folder: Path) -> None:
     assert error.count(" was ") == 3
 
 
+def test_a_suggested_penalty_differs_from_none(folder: Path) -> None:
+    for name, penalty in (("with", 1.5), ("without", 1.0)):
+        Path(name).mkdir()
+        path = Path(name) / "generation_config.json"
+        path.write_text(json.dumps({"repetition_penalty": penalty}))
+    suggested = ("--generation-config", "with")
+    assert "sampling.repetition_penalty was 1.0, now 1.5" in refused(*suggested)
+    assert run("--overwrite", *suggested).exit_code == 0
+    for flags in ((), ("--generation-config", "without")):
+        assert "sampling.repetition_penalty was 1.5, now 1.0" in refused(*flags)
+    assert run("--resume", *suggested).exit_code == 0
+
+
 def test_another_model_is_named(folder: Path) -> None:
     path = Path("model/config.json")
     fields = json.loads(path.read_text())

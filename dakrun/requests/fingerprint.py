@@ -75,8 +75,13 @@ def make_fingerprint(
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     """The parameters but `n`, of which rows have their own, and options that change nothing."""
-    neutral = {"n": params.n, **{name: getattr(SamplingParams(), name) for name in _NEWER}}
+    neutral = {"n": params.n, **_neutral()}
     return {k: v for k, v in asdict(params).items() if k not in neutral or v != neutral[k]}
+
+
+def _neutral() -> dict[str, Any]:
+    """The values of options that are left out where they change nothing."""
+    return {name: getattr(SamplingParams(), name) for name in _NEWER}
 
 
 def _texts(directory: Path | None, chat_template: str | None) -> dict[str, Any]:
@@ -191,6 +196,8 @@ def differences(
         if not isinstance(old, dict) or not isinstance(new, dict):
             different += _difference(section, old, new)
             continue
+        if section == "sampling":
+            old, new = _with_neutral(old, new), _with_neutral(new, old)
         combine = set.union if section in _FILES else set.intersection
         for key in sorted(combine(set(old), set(new))):
             if section in _BY_CONTENT:
@@ -201,6 +208,11 @@ def differences(
                 f"{section}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT)
             )
     return different
+
+
+def _with_neutral(sampling: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`sampling` with the neutral values of options that only `other` has."""
+    return {**{name: value for name, value in _neutral().items() if name in other}, **sampling}
 
 
 def _same_content(old: Any, new: Any) -> bool:
