@@ -126,23 +126,32 @@ def test_a_family_that_is_not_named_is_the_architecture_s(raw: dict[str, Any]) -
 
 
 WINDOW = {"sliding_window": 1024}
+FLAG = {**WINDOW, "use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
     ("family", "change", "positions"),
     [
-        ("llama", WINDOW, 131072),  # which transformers ignores
+        ("llama", {}, 131072),
+        ("llama", WINDOW, 1024),  # transformers' cache keeps no more
         ("mistral", WINDOW, 1024),
         ("mistral", {}, 4096),  # transformers' default
         ("mistral", {"sliding_window": None}, 131072),
         ("qwen2", WINDOW, 131072),
         ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 5}, 1024),
+        ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 0}, 1024),
         ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 32}, 131072),
         (
             "qwen3",
-            {**WINDOW, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            {**WINDOW, "use_sliding_window": True, "layer_types": ["full_attention"] * 32},
             131072,
         ),
+        ("qwen2", {**WINDOW, "layer_types": ["attention"] * 31 + ["sliding_attention"]}, 1024),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, 131072),
+        # These families do not read layer_types.
+        ("mixtral", {**WINDOW, "layer_types": ["full_attention"] * 32}, 1024),
+        ("qwen3_moe", {**FLAG, "layer_types": ["full_attention"] * 32}, 1024),
+        ("phi3", {**WINDOW, "layer_types": ["full_attention"] * 32}, 1024),
         ("phi3", {}, 131072),
         ("phi3", WINDOW, 1024),
     ],
@@ -185,6 +194,14 @@ def test_new_dtype_key_wins() -> None:
         ({**LLAMA, "rope_scaling": {"type": "ntk", "factor": 2}}, "rope type 'ntk'"),
         ({**LLAMA, "rope_scaling": {**ROPE, "rope_type": "proportional"}}, "'proportional'"),
         ({**LLAMA, "torch_dtype": "float64"}, "dtype 'float64'"),
+        ({**LLAMA, "is_causal": False}, "attention to later tokens"),
+        ({**OPT, "is_causal": False}, "attention to later tokens"),
+        ({**LLAMA, "per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config"),
+        ({**LLAMA, "rope_parameters": {"full_attention": ROPE}}, "RoPE that differs between"),
+        ({**LLAMA, "model_type": "phi3", "rope_scaling": ROPE}, "rope type 'llama3' of Phi-3"),
+        ({**LLAMA, "model_type": "qwen3", "layer_types": ["linear_attention"] * 32},
+         "layers of the kind 'linear_attention'"),
+        ({**LLAMA, "model_type": ["llama"]}, "['llama'] is not supported"),
     ],
 )  # fmt: skip
 def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
@@ -207,6 +224,24 @@ def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
         (
             {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 0.5}},
             "yarn rope scaling",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.5]}},
+            "longrope has 1 short factors, not 64",
+        ),
+        (
+            {**LLAMA, "model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4}},
+            "short_factor is null",
+        ),
+        ({**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention"]}, "of 32 kinds"),
+        (
+            {
+                **LLAMA,
+                "model_type": "qwen2",
+                "layer_types": ["sliding_attention"] * 32,
+                "sliding_window": None,
+            },
+            "sliding_window is null",
         ),
         ({**LLAMA, "vocab_size": "128256"}, 'vocab_size is "128256", not a positive integer'),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),

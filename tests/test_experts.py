@@ -384,6 +384,11 @@ def test_what_config_json_says_of_experts() -> None:
     assert parsed("qwen3_moe", num_local_experts=16).mixture == parsed(
         "qwen3_moe", num_experts=16
     ).mixture  # fmt: skip
+    assert parsed("qwen3_moe", decoder_sparse_step=9).mixture is None  # all layers are dense
+    assert parsed("glm4_moe", first_k_dense_replace=6).mixture is None
+    for layers in (5, "1", ["1"], {"1": 1}):
+        with pytest.raises(UsageError, match=r"mlp_only_layers is .*, not a list of layers"):
+            parsed("qwen3_moe", mlp_only_layers=layers)
     mixtral = parsed("mixtral").mixture
     assert mixtral is not None and mixtral.ffn_size == 96
     assert mixtral.routing == Routing(experts=8, top_k=2)
@@ -404,7 +409,7 @@ def test_what_config_json_says_of_experts() -> None:
         ("qwen3_moe", {"sliding_window": 64, "use_sliding_window": True}, 64),
         ("mixtral", {"sliding_window": None}, 512),
         ("mixtral", {"sliding_window": 64}, 64),
-        ("olmoe", {"sliding_window": 64}, 512),
+        ("olmoe", {"sliding_window": 64}, 64),
     ],
 )
 def test_positions_end_with_the_sliding_window(

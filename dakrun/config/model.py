@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dakrun.config.popularity import Popularity
-from dakrun.config.rope import RopeScaling
+from dakrun.config.rope import LongRope, RopeScaling
 from dakrun.config.speculation import OFF, Speculation
 from dakrun.errors import UsageError, check_count
 from dakrun.formats import KVLayout, Quantization, Rows, WeightFormat
@@ -172,6 +172,13 @@ class ModelConfig:
             raise UsageError(
                 f"{self.name}: rotary embeddings need an even head_dim, not {self.head_dim}{part}",
                 hint="compare head_dim in config.json with the published one",
+            )
+        rope, pairs = self.rope_scaling, self.rotary_dim // 2
+        if isinstance(rope, LongRope) and len(rope.factors) != pairs:
+            raise UsageError(
+                f"{self.name}: longrope has {len(rope.factors)} short factors, not {pairs}: "
+                "one for every two columns of a head",
+                hint=_HINT,
             )
 
     @property

@@ -1,7 +1,7 @@
 """Hugging Face's config.json, read and translated into a ModelConfig.
 
 Knows the supported model families, and their keys, old and new; hf_mixture.py has those of experts,
-hf_rope.py those of RoPE. config.py checks the sizes.
+hf_rope.py those of RoPE, hf_window.py those of attention. config.py checks the sizes.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from dakrun.models.folders import check_folder
 from dakrun.models.hf_fields import Fields
 from dakrun.models.hf_mixture import extra_layers, mixture_of
 from dakrun.models.hf_rope import original_positions, rope_of, rotary_factor
+from dakrun.models.hf_window import check_attention, window_of
 from dakrun.models.quantization import (
     parse_quantization,
     settings_beside,
@@ -62,7 +63,6 @@ _DEFAULTS: dict[FamilyName, _Defaults] = {
     "glm4_moe": _Defaults(131_072, None, kv_heads=8, eps=1e-5, rotary_factor=0.5),
 }
 # Families whose layers have no such thing, whatever their config.json says.
-_NO_WINDOW = ("llama", "olmoe", "glm4_moe")
 _NO_BIAS = ("mistral", "phi3", "mixtral")
 _NO_O_BIAS = ("qwen2", "glm4_moe")
 
@@ -105,14 +105,13 @@ def parse_model_config(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     listed = raw.get("architectures")
     architecture = str(listed[0]) if isinstance(listed, list) and listed else None
     model_type = raw.get("model_type")
-    family = model_type or FAMILIES.get(architecture or "")
+    family: Any = model_type or FAMILIES.get(architecture or "")
     fields = Fields(raw, f"{name}: config.json")
     # A classifier, a reward model or a base model has its family's model_type, and another head.
     is_known = architecture is None or architecture in FAMILIES
-    if family == "opt" and is_known:
-        return _from_opt(fields, name)
-    if family in _DEFAULTS and is_known:
-        return _from_rotary(fields, name, family)
+    if is_known and family in FAMILIES.values():
+        check_attention(fields, name)
+        return _from_opt(fields, name) if family == "opt" else _from_rotary(fields, name, family)
     named = model_type if architecture in FAMILIES else architecture or model_type
     raise CannotRun(
         f"{name}: architecture {named or '(none named)'} is not supported",
@@ -151,18 +150,18 @@ def _from_opt(fields: Fields, name: str) -> ModelConfig:
 def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
     """Llama or a relative of it."""
     activation, defaults = fields.raw.get("hidden_act", "silu"), _DEFAULTS[family]
-    if activation != "silu":
+    if activation not in ("silu", "swish"):
         raise CannotRun(
             f"{name}: {family} with activation {activation!r} is not supported",
             hint=f"published {family} models use silu",
         )
     count = fields.count("max_position_embeddings", defaults.max_positions)
     positions = [(count, "")]
-    theta, scaling = rope_of(fields, defaults.theta, name, count)
+    theta, scaling = rope_of(fields, family, defaults.theta, name, count)
     if isinstance(scaling, LongRope):
-        original = original_positions(fields, count)
+        original = original_positions(fields, family, count)
         positions.append((original, "further ones need longrope's long factors"))
-    window = _window(fields, family)
+    window = window_of(fields, family, name, defaults.window)
     if window is not None:
         positions.append((window, "its sliding window"))
     most, reason = min(positions, key=lambda limit: limit[0])
@@ -197,25 +196,6 @@ def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
         extra_layers=extra_layers(fields, family),
         **_shared_fields(fields, name, defaults.eos),
     )
-
-
-def _window(fields: Fields, family: FamilyName) -> int | None:
-    """Positions to which a layer with a sliding window attends; None if no layer has one."""
-    key, default = "sliding_window", _DEFAULTS[family].window
-    if family in _NO_WINDOW or (not fields.has(key) and (default is None or key in fields.raw)):
-        return None
-    kinds = fields.raw.get("layer_types")
-    if isinstance(kinds, list) and "sliding_attention" not in kinds:
-        return None
-    if family == "qwen3_moe":
-        return fields.count(key, default) if fields.flag("use_sliding_window", False) else None
-    if family in ("qwen2", "qwen3"):
-        last = fields.count("max_window_layers", 28) if fields.has("max_window_layers") else 28
-        if not fields.flag("use_sliding_window", False):
-            return None
-        if not kinds and last >= fields.count("num_hidden_layers"):
-            return None
-    return fields.count(key, default)
 
 
 def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, Any]:

@@ -8,7 +8,14 @@ _EXPERTS = ("num_experts", "num_local_experts")  # the second since transformers
 
 
 def mixture_of(fields: Fields, family: FamilyName, name: str) -> MixtureConfig | None:
-    """The experts of a model called `name`; None for a family without. Raises as the fields do."""
+    """The experts of a model called `name`; None if no layer has any. Raises as the fields do."""
+    found = _of_family(fields, family, name)
+    if found and len(found.dense_layers) >= fields.count("num_hidden_layers"):
+        return None
+    return found
+
+
+def _of_family(fields: Fields, family: FamilyName, name: str) -> MixtureConfig | None:
     match family:
         case "mixtral":
             routing = Routing(
@@ -55,7 +62,10 @@ def _softmax(fields: Fields, experts: int) -> Routing:
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:
     """Qwen3-MoE's layers without experts."""
-    listed = fields.raw.get("mlp_only_layers") or []
+    key = "mlp_only_layers"
+    listed = fields.raw.get(key) or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        fields.refuse(key, listed, "a list of layers")
     step = fields.count("decoder_sparse_step", 1)
     layers = range(fields.count("num_hidden_layers"))
     return tuple(i for i in layers if (i + 1) % step or i in listed)
