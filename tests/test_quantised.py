@@ -10,7 +10,7 @@ import torch
 from cards import hopper
 from quantised import CONFIG, FORMATS, compressed, fp8, gptq, save
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from dakrun.config import SamplingParams
 from dakrun.engine import tier_accesses
@@ -189,7 +189,7 @@ def changed(directory: Path, **tensors: torch.Tensor | None) -> None:
     found = load_file(file)
     for suffix, tensor in tensors.items():
         name = f"model.layers.0.mlp.down_proj.{suffix}"
-        del found[name]
+        found.pop(name, None)
         if tensor is not None:
             found[name] = tensor
     save_file(found, file, metadata={"format": "pt"})
@@ -214,6 +214,14 @@ DOWN = "model.layers.0.mlp.down_proj"
         ("gptq", {"g_idx": torch.zeros(320, dtype=torch.int32)}, "activation order (desc_act)"),
         ("ct-int8", {"weight": torch.zeros(256, 320)}, "is stored as F32, not as I8"),
         ("nvfp4", {"weight_scale_2": torch.tensor(torch.nan)}, "a scale is NaN or infinite"),
+        ("ct-4bit", {"weight_zero_point": torch.zeros(32, 10, dtype=torch.int32)},
+         f"config.json does not account for tensor {DOWN}.weight_zero_point"),
+        ("ct-int8", {"weight_zero_point": torch.ones(256, 1, dtype=torch.int8)},
+         f"does not account for tensor {DOWN}.weight_zero_point"),
+        ("ct-4bit", {"weight_g_idx": torch.arange(320, dtype=torch.int32)},
+         f"does not account for tensor {DOWN}.weight_g_idx"),
+        ("fp8-tensor", {"weight_scale_2": torch.ones(1)},
+         f"does not account for tensor {DOWN}.weight_scale_2"),
     ],
 )  # fmt: skip
 def test_malformed_tensors(
@@ -224,6 +232,23 @@ def test_malformed_tensors(
     with pytest.raises(CannotRun) as error:
         llm_of(tmp_path)
     assert said in str(error.value) and "\n" not in str(error.value) and error.value.hint
+
+
+def test_zeros_that_config_denies_are_not_left_out(tmp_path: Path) -> None:
+    settings, write = FORMATS["awq"]
+    save(tmp_path, settings | {"zero_point": False}, write)
+    with pytest.raises(CannotRun, match=r"does not account for tensor \S*down_proj.qzeros"):
+        llm_of(tmp_path)
+
+
+def test_a_quantized_head_of_a_tied_model_is_not_left_out(tmp_path: Path) -> None:
+    config = LlamaConfig(**CONFIG, tie_word_embeddings=True)
+    save(tmp_path, *FORMATS["gptq"], config=config)
+    file = tmp_path / "model.safetensors"
+    head = {"lm_head.qweight": torch.zeros(32, 331, dtype=torch.int32)}
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
+    with pytest.raises(CannotRun, match=r"does not account for tensor lm_head.qweight"):
+        llm_of(tmp_path)
 
 
 @pytest.mark.parametrize(

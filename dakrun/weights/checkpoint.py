@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header
 from dakrun.models.folders import weight_files
 from dakrun.models.operands import Operand, Request, Source
+from dakrun.weights.mismatch import CHANGING, QUANTIZED, expert_hint, missing
 from dakrun.weights.parts import (
     Decoded,
     check_parts,
@@ -36,12 +36,6 @@ DTYPES = FLOATS | {
 }  # fmt: skip
 COPY_BYTES = 8 << 20
 ROOT = "model."  # names lack this prefix in checkpoints of a decoder alone
-# Ends of names that quantizers give to packed weights, the last three bitsandbytes.
-_QUANTIZED = (
-    *(".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
-    *(".weight.absmax", ".weight.quant_map", ".SCB"),
-)
-_WRAPPER = re.compile(r"_orig_mod\.")  # torch.compile's, also around a part of a model
 _LAYER = re.compile(r"(?:model\.)?(?:decoder\.)?layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -79,16 +73,19 @@ class Checkpoint:
     def check(self, model: Decoder) -> None:
         """Raise CannotRun unless every tensor of `model` is here with its shape, as floats.
 
-        Also raise it if a layer has a weight, bias or expert that the model does not name, or if a
-        tied head is stored and differs from the embeddings. Further tensors (rotary tables, other
-        heads and towers, layers that predict further tokens) are ignored, as in transformers. Names
-        may lack the leading "model.".
+        Also raise it if a layer has a weight, bias, scale, zero or expert that the model does not
+        name, or if a tied head is stored and differs from the embeddings. Further tensors (rotary
+        tables, other heads and towers, layers that predict further tokens) are ignored, as in
+        transformers. Names may lack the leading "model.", and a tied table may have the head's.
         """
         config = model.config
         behind = range(config.num_layers, config.num_layers + config.extra_layers)
         table = model.embedding.table.sources[0].name
         bare = table not in self._tensors and table.removeprefix(ROOT) in self._tensors
         self._left_out = ROOT if bare else ""
+        lacks = config.tied_embeddings and not bare and table not in self._tensors
+        if lacks and HEAD in self._tensors:  # the one name that safetensors kept of two
+            self._tensors[table] = self._tensors.pop(HEAD)
         used: set[str] = set()
         for operand in (*model.matrices(), *model.vectors()):
             if operand.joined and not operand.sources[0].stored:
@@ -101,7 +98,7 @@ class Checkpoint:
                 name = self._stored_name(source)
                 used.add(name)
                 if name not in self._tensors:
-                    raise self._missing(name, config)
+                    raise missing(self.directory, name, self._tensors, config)
                 stored, extent = self._tensors[name]
                 if extent is None or stored not in FLOATS:
                     raise CannotRun(
@@ -123,12 +120,13 @@ class Checkpoint:
         for name in sorted(self._tensors.keys() - used):
             layer, expert = _LAYER.match(name), _EXPERT.search(name)
             too_many = expert and int(expert[1]) >= experts
-            if not layer or int(layer[1]) in behind:
+            packed_head = name.startswith("lm_head.") and name.endswith(QUANTIZED)
+            if not packed_head and (not layer or int(layer[1]) in behind):
                 continue
-            if name.endswith((".weight", ".bias")) or too_many:
+            if name.endswith(CHANGING) or too_many:
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
-                    hint=_expert_hint(name, config)
+                    hint=expert_hint(name, config)
                     or "config.json and the safetensors files do not belong together",
                 )
 
@@ -153,34 +151,6 @@ class Checkpoint:
             f"{self.directory}: tensor {name} is {_shape_text(extent.shape)}, config.json says "
             f"{_shape_text(source.shape)}",
             hint="config.json and the safetensors files do not belong together",
-        )
-
-    def _missing(self, name: str, config: ModelConfig) -> CannotRun:
-        """The error for a tensor that is not there, by what is there instead."""
-        for stored in sorted(self._tensors):
-            if stored.endswith(_QUANTIZED):
-                return CannotRun(
-                    f"{self.directory}: the checkpoint is quantized (tensor {stored}), but "
-                    f"config.json does not say so of {name}",
-                    hint="copy config.json again; supported are AWQ, GPTQ, FP8, INT8, NVFP4 and "
-                    "compressed-tensors",
-                )
-        for stored in sorted(self._tensors):
-            wrapped = _WRAPPER.search(stored)
-            prefix = wrapped[0] if wrapped else stored.removesuffix(name)
-            if prefix.endswith("."):
-                return CannotRun(
-                    f"{self.directory}: the names of its tensors have {prefix!r} added, as in "
-                    f"{stored}",
-                    hint="save the model inside the wrapper (torch.compile adds _orig_mod, "
-                    f"DataParallel module), or take {prefix!r} out of the names in the "
-                    "safetensors files",
-                )
-        return CannotRun(
-            f"{self.directory}: tensor {name} is missing",
-            hint=_expert_hint(name, config)
-            or "config.json and the safetensors files do not belong together, "
-            "or a file was not copied",
         )
 
     def _is_equal(self, name: str, other: str) -> bool:
@@ -286,14 +256,6 @@ class Checkpoint:
     def _close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-
-def _expert_hint(name: str, config: ModelConfig) -> str | None:
-    """The hint for a tensor of an expert that is missing or one too many."""
-    if config.mixture is None or ".experts." not in name:
-        return None
-    count = config.mixture.routing.experts
-    return f"config.json says {count} experts; compare it and the files with the published ones"
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:
