@@ -334,6 +334,14 @@ def test_a_directory_is_named_after_itself_and_generation_config_counts(tmp_path
     assert (model.name, model.eos_token_ids) == ("mine", (7,))
 
 
+def test_end_tokens_that_are_not_in_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """A negative one would be counted from the vocabulary's end."""
+    raw = {**LLAMA, "eos_token_id": [2, -1, 128_256, 10**30]}
+    assert parse_model_config(raw, name="m").eos_token_ids == (2,)
+    folder = write_model(tmp_path / "mine", LLAMA, generation_config={"eos_token_id": [-1, 7]})
+    assert read_model_config(folder).eos_token_ids == (7,)
+
+
 def test_a_bad_end_token_blames_its_file(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "mine", LLAMA, generation_config={"eos_token_id": "end"})
     with pytest.raises(UsageError) as caught:

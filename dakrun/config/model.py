@@ -103,7 +103,8 @@ class ModelConfig:
     weights, KV cache and activations; `quantization` says which weights have fewer bits. RoPE
     rotates the first `rotary_factor` of each head.
     `head_norms` says whether query and key heads are normalized, in a family whose models differ
-    in it. A checkpoint has `extra_layers` behind the last layer, which are left out.
+    in it. A checkpoint has `extra_layers` behind the last layer, which are left out. Of
+    `eos_token_ids` those in the vocabulary are kept: no others can be chosen.
     """
 
     name: str
@@ -161,6 +162,8 @@ class ModelConfig:
                     f"{self.name}: {field} is {getattr(self, field)!r}, not a positive number",
                     hint=_HINT,
                 )
+        ends = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
+        object.__setattr__(self, "eos_token_ids", ends)
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"{self.name}: {self.num_heads} query heads cannot share "
