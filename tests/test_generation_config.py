@@ -79,8 +79,14 @@ def test_auto_and_a_folder_take_it_and_given_options_come_first(folder: Path) ->
 def test_what_cannot_be_taken_is_refused(folder: Path) -> None:
     suggest("beams", do_sample=True, num_beams=4)
     suggest("hot", do_sample=True, temperature="high")
+    suggest("stops", stop_strings=["="])
+    suggest("guided", guidance_scale=1.5)
+    suggest("biased", sequence_bias=[[[5], 9.0]])
     for place, code, said in (
         ("beams", 3, "asks for num_beams 4, which is not supported"),
+        ("stops", 3, "asks for stop_strings ['='], which is not supported"),
+        ("guided", 3, "asks for guidance_scale 1.5, which is not supported"),
+        ("biased", 3, "asks for sequence_bias [[[5], 9.0]], which is not supported"),
         ("hot", 2, "generation_config.json: temperature is 'high'"),
         ("missing", 2, "generation_config.json: no such file"),
     ):

@@ -33,6 +33,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (None, []),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
+    "stop_strings": (None, [], ""),
+    "sequence_bias": (None, [], {}),
+    "guidance_scale": (None, 1, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "force_words_ids": (None, []),
+    "dola_layers": (None,),
+    "token_healing": (None, False),
+    "watermarking_config": (None,),
 }
 
 
