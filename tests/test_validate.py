@@ -209,3 +209,21 @@ def test_whose_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [] and tokenizer_directory("org/name") == tmp_path
     ((name, patterns),) = asked
     assert name == "org/name" and "*.json" in patterns and "*.safetensors" not in patterns
+
+
+def test_a_model_that_cannot_run_is_refused_as_by_generate(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    path = folder / "config.json"
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 48}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    refusals = []
+    for command in (
+        ["generate", "-i", str(source), "-o", str(tmp_path / "o.jsonl"), "--device", "cpu"],
+        ["plan", "--profile", "cpu"],
+        ["validate", "-i", str(source), "--profile", "cpu"],
+    ):
+        refused = CliRunner().invoke(main, [*command, "--model", str(folder)])
+        assert refused.exit_code == 3 and "groups of 48 do not divide" in refused.stderr
+        refusals.append(refused.stderr)
+    assert len(set(refusals)) == 1

@@ -53,7 +53,7 @@ def validate(
     cannot run.
     """
     from dakrun.config import MAX_SIZE, SamplingParams, model_len
-    from dakrun.models import check_shards, tokenizer_directory
+    from dakrun.models import check_shards, decoder_of, tokenizer_directory
     from dakrun.requests import EstimatedRules
 
     params = SamplingParams(**sampling)
@@ -64,6 +64,7 @@ def validate(
         _, rows = check_source(source, params, rules, whole=True)
     else:
         config, hardware = resolve_model(model, run.dtype), resolve_profile(str(run.profile))
+        decoder_of(config)  # which raises CannotRun for matrices that cannot have their formats
         folder, named = tokenizer_directory(model), Path(model).expanduser()
         if folder == named and (missing := check_shards(named)):  # no hub id
             files = counted(missing, "weight file")
