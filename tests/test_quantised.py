@@ -122,6 +122,22 @@ def test_modules_that_stay_in_16_bits(tmp_path: Path) -> None:
     assert tokens_of(llm) == expected(model)
 
 
+def test_biases_of_zeros_that_old_writers_of_gptq_add(tmp_path: Path) -> None:
+    model = save(tmp_path, *FORMATS["gptq"])
+    changed(tmp_path, bias=torch.zeros(256).half())
+    assert tokens_of(llm_of(tmp_path)) == expected(model)
+    changed(tmp_path, bias=torch.eye(256)[3].half())
+    with pytest.raises(CannotRun, match=rf"does not account for tensor {DOWN}.bias"):
+        llm_of(tmp_path)
+
+
+def test_a_dot_behind_the_name_of_a_layer_that_stays_in_16_bits(tmp_path: Path) -> None:
+    settings, write = FORMATS["awq"]
+    settings = settings | {"modules_to_not_convert": ["model.layers.1."]}
+    model = save(tmp_path, settings, write, plain=["layers.1."])
+    assert tokens_of(llm_of(tmp_path)) == expected(model)
+
+
 def test_layers_may_mix_formats(tmp_path: Path) -> None:
     """compressed-tensors' groups: attention in 8 bits of floats, the rest in 4 bits."""
     channel = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}

@@ -111,6 +111,7 @@ class _Settings:
 
 def _within(name: str) -> str:
     """A pattern for modules whose names have `name`, a name or a pattern, between dots."""
+    name = name.removesuffix(".")  # which some write behind a layer's number
     try:
         re.compile(name)
     except re.error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 from dakrun.models.decoder import Decoder
 from dakrun.models.files import HEAD, read_header
@@ -123,6 +124,8 @@ class Checkpoint:
             packed_head = name.startswith("lm_head.") and name.endswith(QUANTIZED)
             if not packed_head and (not layer or int(layer[1]) in behind):
                 continue
+            if self._is_empty_bias(name, config):
+                continue
             if name.endswith(CHANGING) or too_many:
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
@@ -152,6 +155,17 @@ class Checkpoint:
             f"{_shape_text(source.shape)}",
             hint="config.json and the safetensors files do not belong together",
         )
+
+    def _is_empty_bias(self, name: str, config: ModelConfig) -> bool:
+        """Whether a tensor is a quantized module's bias of zeros: old writers of GPTQ add them."""
+        module, extent = name.removesuffix(".bias"), self._tensors[name][1]
+        if module == name or extent is None:
+            return False
+        if not (config.quantization and config.quantization.of(module)):
+            return False
+        bias = torch.empty(extent.shape, dtype=extent.dtype)
+        read(extent, bias)
+        return not bias.float().any()
 
     def _is_equal(self, name: str, other: str) -> bool:
         """Whether two tensors are bit for bit the same."""
