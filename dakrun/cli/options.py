@@ -152,9 +152,9 @@ speculate_option = click.option(
     default="off",
     show_default=True,
     callback=_speculate,
-    help="Let steps carry drafts, up to K tokens of a row that may come next, taken from prompts "
-    "and answers, and keep those that the model chooses (suffix; K is 7, or 1 to 15); auto: where "
-    "drafts save time.",
+    help="Let steps carry drafts, tokens of a row that may come next, taken from prompts and "
+    "answers, and keep those that the model chooses (suffix: up to 31 a row, as many as the plan "
+    "finds best; suffix:K: up to K, at most 31); auto: where drafts save time.",
 )
 
 
