@@ -1,4 +1,4 @@
-"""The tool that measures drafts: the same requests in every run, and lines with the right figures."""
+"""The tool that measures drafts: the same requests in every run, lines with the right figures."""
 
 import json
 import subprocess
