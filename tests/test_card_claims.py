@@ -202,5 +202,5 @@ def test_a_card_without_kernels_is_not_measured_by_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("measured"))
     monkeypatch.setattr("dakrun.lab.probe.run.device_name", lambda _: card)
     said: list[str] = []
-    assert kept_or_measured("cuda", said.append).name == RTX
+    assert kept_or_measured("cuda", frozenset(), said.append).name == RTX
     assert said[-1] == f"not measured: {card} does not run the kernels that measure it"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import pytest
@@ -219,8 +219,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str, boo
     def put(name: str) -> list[tuple[str, bool]]:
         measured: list[tuple[str, bool]] = []
 
-        def measure(name_of: str, device: str, *, quick: bool, note: object) -> probe.Probe:
-            assert device == "cuda"
+        def measure(
+            name_of: str, device: str, *, quick: bool, kinds: Set[str], note: object
+        ) -> probe.Probe:
+            assert device == "cuda" and not kinds
             measured.append((name_of, quick))
             found = dataclasses.replace(
                 load_profile("h200-pcie5"), name=name_of, device_name=name,
@@ -247,12 +249,12 @@ def test_a_gpu_without_a_kept_profile_is_measured_once(
     card: Card, empty_cache: Path, name: str
 ) -> None:
     measured, said = card(name), list[str]()
-    found = probe.kept_or_measured("cuda", said.append)
+    found = probe.kept_or_measured("cuda", frozenset(), said.append)
     stem = "measured-" + name.lower().replace(" ", "-")
     assert found.name == stem and measured == [(stem, True)]
     assert name in said[0] and "some seconds" in said[0]
     assert said[1].startswith(f"saved as {empty_cache / 'profiles' / stem}.toml")
-    assert probe.kept_or_measured("cuda", said.append) == found
+    assert probe.kept_or_measured("cuda", frozenset(), said.append) == found
     assert len(said) == 2 and len(measured) == 1
     assert find_profile(device="cuda") == found, "plan takes it, too"
 
@@ -264,24 +266,24 @@ def test_a_gpu_that_cannot_be_measured(card: Card, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     card("NVIDIA H200")
     monkeypatch.setattr("dakrun.lab.probe.run.measure", fails)
-    assert probe.kept_or_measured("cuda", said.append).name == "h200-pcie5"
+    assert probe.kept_or_measured("cuda", frozenset(), said.append).name == "h200-pcie5"
     assert said[-1] == "not measured: CuPy is not installed"
     card(CARD)
     monkeypatch.setattr("dakrun.lab.probe.run.measure", fails)
     with pytest.raises(CannotRun, match="CuPy is not installed"):
-        probe.kept_or_measured("cuda", said.append)
+        probe.kept_or_measured("cuda", frozenset(), said.append)
 
 
 def test_a_measured_profile_that_cannot_be_kept(card: Card, empty_cache: Path) -> None:
     measured, said = card(CARD), list[str]()
     (empty_cache / "profiles").write_text("in the way")
-    assert probe.kept_or_measured("cuda", said.append).device_name == CARD
+    assert probe.kept_or_measured("cuda", frozenset(), said.append).device_name == CARD
     assert said[-1].startswith("not saved: ") and len(measured) == 1
 
 
 def test_a_cpu_is_not_measured_unasked(card: Card) -> None:
     measured, said = card(cpu_name()), list[str]()
-    assert probe.kept_or_measured("cpu", said.append).name == "cpu"
+    assert probe.kept_or_measured("cpu", {"int4"}, said.append).name == "cpu"
     assert not measured and not said
 
 

@@ -20,6 +20,7 @@ from dakrun.geometry import (
     TILED_X_TILES,
 )
 from dakrun.hardware import (
+    ESTIMATED,
     QUANTIZED,
     OpCosts,
     RemoteTier,
@@ -33,7 +34,8 @@ from dakrun.kernels.runtime import card_of, gpu_name, jit
 from dakrun.lab.ceilings import KIB, MIB, fitting, ring_for
 from dakrun.lab.probe.congestion import PER_SM, grouped
 from dakrun.lab.probe.effort import FULL, QUICK, Effort, buffer_sizes
-from dakrun.lab.probe.gpu import GpuProbe, measure_gpu, measured_variants
+from dakrun.lab.probe.gpu import GpuProbe, measure_gpu
+from dakrun.lab.probe.kernel_costs import EVERY_MODEL, KernelCosts, measured_variants
 from dakrun.lab.probe.sweeps import Bench
 from dakrun.lab.samples import Measurement, provenance
 
@@ -90,7 +92,7 @@ def test_buffers() -> None:
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
 def test_what_is_compiled_ahead(effort: Effort) -> None:
     for card in (H200, PORTABLE, SMALL, replace(SMALL, tiled_rows=512)):
-        needed = measured_variants(effort, card)
+        needed = measured_variants(effort, card, EVERY_MODEL | ESTIMATED)
         sources = [source for source, _ in needed]
         assert len(needed) == len({(source, *macros.items()) for source, macros in needed})
         tiled = {macros["TILES"] for source, macros in needed if source == "tiled_gemm.cu"}
@@ -100,7 +102,7 @@ def test_what_is_compiled_ahead(effort: Effort) -> None:
         of_torch = card in (PORTABLE, replace(SMALL, tiled_rows=512))
         assert [bool(macros.get("CODE")) for macros in unpacked].count(False) == of_torch
         assert sources.count("splitk_flash_attn.cu") == 1
-    quick = measured_variants(QUICK, H200)
+    quick = measured_variants(QUICK, H200, EVERY_MODEL | ESTIMATED)
     few = [macros for source, macros in quick if source == "splitk_gemm.cu"]
     of_few = sorted(macros["NORM"] for macros in few if not macros.get("CODE"))
     assert of_few == [0, 1], "8 rows; 64 are the tiled GEMM's"
@@ -179,9 +181,10 @@ def test_what_becomes_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
         columns=("n", "op_bytes", "op_s", "bytes_per_s", "spread"),
         rows=tuple((8, size, t, size / t, 0.01) for size, t in seconds.items()),
     )
-    found = probe.costs("linear", chains)
+    kernels = KernelCosts(probe.bench, probe.hbm_rate, MEASURED.compute["float16"], probe.log)
+    found = kernels.fitted("linear", chains)
     assert found == OpCosts(rows=(8,), seconds=(1.8e-6,), efficiency=(0.97,))
-    assert probe.sweeps["linear"] == chains
+    assert kernels.sweeps["linear"] == chains
     assert [(m.name, m.value, m.spread) for m in probe.log.measurements[-2:]] == [
         ("linear fixed cost N=8", 1.8e-6, 0.01), ("linear efficiency N=8", 0.97, 0.01),
     ]  # fmt: skip

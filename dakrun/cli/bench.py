@@ -243,6 +243,7 @@ def bench(
     """
     from dakrun.hardware import describe_profile
     from dakrun.lab.bench import run as benchmark
+    from dakrun.lab.bench.model_sweep import ModelSweep
     from dakrun.lab.output import FORMATS, as_text, render, write
     from dakrun.plan.show import picture
 
@@ -260,7 +261,8 @@ def bench(
     if plot:
         picture.check_target(plot)
     benchmark.check_device(sweep)
-    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", eprint)
+    models = [sweep.config] if isinstance(sweep, ModelSweep) else []  # kernels read 16 bits
+    hardware = resolve_run_profile(profile, "cuda" if kernel else "auto", models, eprint)
     if profile == "auto":
         eprint(describe_profile(hardware))
     command = shlex.join(["dakrun", *sys.argv[1:]])

@@ -114,17 +114,19 @@ def evaluate(
     """
     from dakrun.lab.evaluate import Scope, run
     from dakrun.lab.evaluate.store import Store
+    from dakrun.lab.probe.run import measured_device
     from dakrun.plan import Policy
 
     kinds = _figures(only)
     named = _names(models)
+    tiny = not predict and measured_device(device) == "cpu"
+    configs = _configs(named, tiny=tiny, quick=quick)
     if predict:
         hardware = resolve_profile(profile)
         note_no_kernels(hardware)
     else:
-        hardware = resolve_run_profile(profile, device, eprint)
+        hardware = resolve_run_profile(profile, device, configs.values(), eprint)
         _check_device(hardware, device)
-    configs = _configs(named, tiny=hardware.device == "cpu" and not predict, quick=quick)
     (tier,) = _one_tier(Policy(remote=(remote,)).remote_tiers(hardware), remote)
     scope = Scope(
         models=configs,

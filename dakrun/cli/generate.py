@@ -198,7 +198,7 @@ def generate(
             for note in writer.compare(rows):
                 say(note)
         expected = reader.expected_run(max_len)
-        hardware = resolve_run_profile(profile, run.device, say)
+        hardware = resolve_run_profile(profile, run.device, [config], say)
         console = stderr_console()
         progress = console if sys.stderr.isatty() and not quiet else None
         with _nothing_begun(), load_bar(progress) as (on_allocate, on_load):

@@ -1,6 +1,6 @@
 """Models and profiles that options name, and notes about them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from dakrun.cli.console import eprint
@@ -37,18 +37,24 @@ def note_no_kernels(profile: "HardwareProfile") -> None:
 
 
 def resolve_run_profile(
-    name: str, device: Literal["auto", "cuda", "cpu"], note: Callable[[str], None]
+    name: str,
+    device: Literal["auto", "cuda", "cpu"],
+    models: Iterable["ModelConfig"],
+    note: Callable[[str], None],
 ) -> "HardwareProfile":
-    """The profile that --profile names, for a run on --device.
+    """The profile that --profile names, for a run of `models` on --device.
 
-    auto measures a GPU that has no profile in the cache, and calls `note` with messages about it.
+    auto measures what the profile of a GPU in the cache lacks for these models, all if there is
+    none, and calls `note` with messages about it.
     """
     from dakrun.hardware import load_profile
     from dakrun.lab.probe.run import kept_or_measured, measured_device
+    from dakrun.plan import cost_kinds
 
     if name != "auto":
         return load_profile(name)
-    return _warned(kept_or_measured(measured_device(device), note), note)
+    kinds = frozenset[str]().union(*map(cost_kinds, models))
+    return _warned(kept_or_measured(measured_device(device), kinds, note), note)
 
 
 def _warned(profile: "HardwareProfile", note: Callable[[str], None]) -> "HardwareProfile":

@@ -8,7 +8,7 @@ CUDA.
 
 from dakrun.hardware.card import ANY_ROWS, BARRIER_BYTES, MIN_SHARED_BYTES, Card
 from dakrun.hardware.descriptions import describe_profile, spread_warning
-from dakrun.hardware.estimates import QUANTIZED, weight_rate
+from dakrun.hardware.estimates import ESTIMATED, QUANTIZED, weight_rate
 from dakrun.hardware.files import (
     cpu_name,
     find_profile,
@@ -36,6 +36,7 @@ from dakrun.hardware.profile_toml import SCHEMA, parse_profile, profile_text
 __all__ = [
     "ANY_ROWS",
     "BARRIER_BYTES",
+    "ESTIMATED",
     "LOCAL",
     "MIN_SHARED_BYTES",
     "QUANTIZED",

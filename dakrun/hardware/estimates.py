@@ -1,7 +1,7 @@
 """Costs of kernels that a profile has not measured: quantized weights, routers and experts.
 
 They follow from the profile's rates and what one SM does, as far as it was measured on other cards.
-`dakrun profile` measures all of them.
+`dakrun profile` measures all of them, `--profile auto` those of the run's models.
 """
 
 from dataclasses import dataclass, replace
@@ -38,6 +38,8 @@ QUANTIZED = {
     "e2m1": Elements(0.594, (27.9e-12, 36.8e-12, 66.9e-12), 0.87, 0.012),
     "eight_bits": Elements(1.031, (22.5e-12, 35.3e-12, 61.4e-12), 0.87, 0.02),
 }
+# Kinds of costs that are estimated where a profile has not measured them.
+ESTIMATED = frozenset({*QUANTIZED, "experts", "router"})
 SUMS_S = 0.35e-6, 0.7e-6, 2.6e-6  # to add up the warps' shares of K, with FEW rows
 # An SM expands elements while others arrive. Where both take about as long, each waits for the
 # other at times: together they take (reading^4 + expanding^4)^(1/4). With this exponent cards of

@@ -206,7 +206,7 @@ class HardwareProfile:
         return self._quantized[kind] if kind else self.products
 
     def measures(self, kind: str) -> bool:
-        """Whether the costs of a `kind` of QUANTIZED, or of "experts", are measured."""
+        """Whether the costs of a `kind` of ESTIMATED are measured."""
         return getattr(self, kind) is not None
 
     @functools.cached_property

@@ -1,15 +1,19 @@
 """Medians of repeated measurements with their spread, and a log of them. Needs no torch."""
 
 import datetime
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dakrun.hardware import Provenance
 from dakrun.units import format_bytes, format_seconds
 
 STEADY = 0.05  # spread up to which a figure is steady
+_SPREADS = re.compile(  # the end of a source, as _spreads writes it
+    r"(\d+) of (\d+) figures spread by more than \d+%, most of all (.+) \((\d+)%\)$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +97,32 @@ def spread(values: Sequence[float], *, of: Sequence[float] | None = None) -> flo
 
 def provenance(source: str, measurements: Sequence[Measurement]) -> Provenance:
     """Date and `source` of a profile measured today, and how far its figures spread."""
-    unsteady = [m for m in measurements if not m.steady]
-    worst = max(measurements, key=lambda m: m.spread)
     return Provenance(
         kind="measured",
         date=datetime.date.today().isoformat(),
-        source=f"dakrun profile: medians; {source}; {len(unsteady)} of {len(measurements)} figures "
-        f"spread by more than {STEADY:.0%}, most of all {worst.name} ({worst.spread:.0%})",
+        source=f"dakrun profile: medians; {source}; {_spreads(*_counted(measurements))}",
+    )
+
+
+def extended(before: Provenance, measurements: Sequence[Measurement]) -> Provenance:
+    """That of a profile with more figures: it keeps its date, and all figures count together."""
+    if (said := _SPREADS.search(before.source)) is None:
+        return before
+    unsteady, total, name, worst = _counted(measurements)
+    if int(said[4]) / 100 >= worst:
+        name, worst = said[3], int(said[4]) / 100
+    together = _spreads(unsteady + int(said[1]), total + int(said[2]), name, worst)
+    return replace(before, source=before.source[: said.start()] + together)
+
+
+def _counted(measurements: Sequence[Measurement]) -> tuple[int, int, str, float]:
+    """How many figures spread, and of how many; the name and spread of the worst."""
+    worst = max(measurements, key=lambda m: m.spread)
+    return sum(not m.steady for m in measurements), len(measurements), worst.name, worst.spread
+
+
+def _spreads(unsteady: int, total: int, name: str, worst: float) -> str:
+    return (
+        f"{unsteady} of {total} figures spread by more than {STEADY:.0%}, most of all {name} "
+        f"({worst:.0%})"
     )

@@ -20,6 +20,7 @@ from dakrun.plan.keywords import Keywords, RunKeywords, run_options
 from dakrun.plan.ops import (
     Op,
     attention_op,
+    cost_kinds,
     decode_ops,
     kv_positions,
     linear_op,
@@ -78,6 +79,7 @@ __all__ = [
     "bound_times",
     "choose_batch_size",
     "compute_time",
+    "cost_kinds",
     "decode_ops",
     "draft_forecasts",
     "drafts_of",

@@ -178,6 +178,19 @@ def slot_parts(workload: Workload) -> int:
     return 1 << (most.bit_length() - 1)
 
 
+def cost_kinds(model: ModelConfig) -> frozenset[str]:
+    """The kinds of costs (hardware.ESTIMATED) of kernels that `model` uses and not every model.
+
+    They are the kinds of its quantized weights, and of a mixture those of experts and routers.
+    """
+    matrices = list(decoder_of(model).matrices())
+    formats = (matrix.format for matrix in matrices)
+    kinds = {stored.layout.kind for stored in formats if isinstance(stored, QuantisedRows)}
+    if any(isinstance(matrix, Experts) for matrix in matrices):
+        kinds |= {"experts", "router"}
+    return frozenset(kinds)
+
+
 def decode_ops(
     model: ModelConfig, workload: Workload, *, divides_slots: bool = False
 ) -> tuple[Op, ...]:

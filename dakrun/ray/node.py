@@ -14,21 +14,24 @@ import ray
 from dakrun.lab.probe.run import kept_or_measured, measured_device
 from dakrun.llm import LLM
 from dakrun.memory.limits import available_host_memory
-from dakrun.plan import Policy, RunOptions
+from dakrun.models.hub import find_model
+from dakrun.plan import Policy, RunOptions, cost_kinds
 from dakrun.resources import cache_dir
 
 
 def load_on_node(model: str, run: RunOptions, *, memory_sharers: int = 1) -> LLM:
     """The model, planned for this node and loaded.
 
-    The profile "auto" is the one that this node keeps of its GPU; the first time it is measured. Up
-    to `memory_sharers` actors like this one share the node's free host memory, as many as there is
-    room for: each plans with its part. Raises UsageError or CannotRun.
+    The profile "auto" is the one that this node keeps of its GPU; what that lacks for the model is
+    measured, all of it the first time. Up to `memory_sharers` actors like this one share the node's
+    free host memory, as many as there is room for: each plans with its part. Raises UsageError or
+    CannotRun.
     """
     profile = run.profile
     if profile == "auto":
         with _one_at_a_time():
-            profile = kept_or_measured(measured_device(run.device), lambda _: None)
+            kinds = cost_kinds(find_model(model, run.dtype, run.load_format, run.format)[0])
+            profile = kept_or_measured(measured_device(run.device), kinds, lambda _: None)
     sharing = min(memory_sharers, _room_for())
     policy = _part_of(run.policy, sharing, measured_device(run.device))
     return LLM(model, run=replace(run, profile=profile, policy=policy))

@@ -1,39 +1,28 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and builds the profile.
 
-The sweeps are in sweeps.py and the files *_costs.py; run.py saves the profile.
+The sweeps are in sweeps.py and the files *_costs.py, with kernel_costs.py above those of kernels;
+run.py saves the profile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from dakrun.config import Dtype
 from dakrun.doctor.machine import gpu_facts
 from dakrun.errors import CannotRun
-from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_MAX_ROWS
-from dakrun.hardware import (
-    LOCAL,
-    Card,
-    ComputeRate,
-    HardwareProfile,
-    OpCosts,
-    RemoteTier,
-    Sweep,
-    weight_rate,
-)
-from dakrun.kernels import Variant, runtime, variants
+from dakrun.hardware import ESTIMATED, LOCAL, ComputeRate, HardwareProfile, RemoteTier, Sweep
+from dakrun.kernels import runtime
 from dakrun.kernels.runtime import compiling, held_card
 from dakrun.lab.ceilings import KIB, Ring, fitting, ring_for
 from dakrun.lab.memory import fill_bytes, reader
-from dakrun.lab.probe import congestion, expert_costs, gemm_costs, sweeps
-from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
+from dakrun.lab.probe import congestion, gemm_costs, sweeps
 from dakrun.lab.probe.effort import QUICK, Effort, buffer_sizes
-from dakrun.lab.probe.gemm_costs import DTYPE, QUANTIZED_FORMATS, QUANTIZED_ROWS
+from dakrun.lab.probe.kernel_costs import EVERY_MODEL, KernelCosts, measured_variants
 from dakrun.lab.probe.sweeps import Bench
-from dakrun.lab.samples import Log, Measurement, provenance, spread
-from dakrun.launches import few_rows
+from dakrun.lab.samples import Log, Measurement, extended, provenance, spread
 from dakrun.memory.limits import available_host_memory
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.units import format_bytes
@@ -41,25 +30,69 @@ from dakrun.units import format_bytes
 DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 RING_COLUMNS = ("chunk_bytes", "stages", "bytes_per_s")
 HOST_FRACTION = 0.9  # fraction of the available host memory that plans may use
+Found = tuple[HardwareProfile, tuple[Measurement, ...]]
 
 
-def measure_gpu(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+def measure_gpu(name: str, effort: Effort, kinds: Set[str] = ESTIMATED) -> Found:
     """Measure torch's current GPU, host memory and peer GPUs for a profile called `name`.
 
+    Of the costs in ESTIMATED only those of `kinds` are measured.
     Raises CannotRun if memory is short or no kernel supports the GPU.
     """
-    found = _measure(name, effort)
+    found = _measure(name, effort, EVERY_MODEL | kinds)
     torch.cuda.empty_cache()  # leave the memory to a run in this process
     return found
 
 
-def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurement, ...]]:
+def measure_more(profile: HardwareProfile, effort: Effort, kinds: Set[str]) -> Found:
+    """`profile`, which measure_gpu made of torch's current GPU, with costs of more `kinds`.
+
+    Efficiencies are shares of the profile's rates.
+    Raises CannotRun if memory is short or no kernel supports the GPU.
+    """
+    found = _measure_more(profile, effort, kinds)
+    torch.cuda.empty_cache()
+    return found
+
+
+def _measure_more(profile: HardwareProfile, effort: Effort, kinds: Set[str]) -> Found:
+    device = _device()
+    free, _ = torch.cuda.mem_get_info(device)
+    size = buffer_sizes(effort, free, available_host_memory(), [])[LOCAL]
+    card, arch = runtime.card_of(device), runtime.architecture(device.index)
+    with (
+        compiling(measured_variants(effort, card, kinds), arch) as compiled,
+        allocate_tiers({LOCAL: size}, device) as tiers,
+    ):
+        hbm = tiers[LOCAL].allocate((size,), torch.uint8)
+        fill_bytes({LOCAL: hbm})
+        probe = KernelCosts(
+            Bench(card, hbm, effort), profile.hbm_bytes_per_s, profile.compute["float16"], Log()
+        )
+        compiled()
+        costs = probe.measure(kinds)
+    figures = tuple(probe.log.measurements)
+    return replace(
+        profile,
+        **costs,
+        provenance=extended(profile.provenance, figures),
+        sweeps={**profile.sweeps, **probe.sweeps},
+    ), figures
+
+
+def _device() -> torch.device:
+    """Torch's current GPU; raises CannotRun if no kernel supports it."""
     device = torch.device("cuda", torch.cuda.current_device())
     if not runtime.has_kernels(device):
         raise CannotRun(
             f"{torch.cuda.get_device_name(device)} does not run the kernels that measure it",
             hint="name a profile with --profile; dakrun doctor says what the kernels need",
         )
+    return device
+
+
+def _measure(name: str, effort: Effort, kinds: Set[str]) -> Found:
+    device = _device()
     free, total = torch.cuda.mem_get_info(device)
     host_memory = available_host_memory()
     peers = _peers(device.index, effort.peer_bytes)
@@ -67,7 +100,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
     capacities = {"host": int(HOST_FRACTION * host_memory)}  # that plans may use
     capacities |= {f"peer:{gpu}": torch.cuda.mem_get_info(gpu)[1] for gpu in peers}
     card, arch = runtime.card_of(device), runtime.architecture(device.index)
-    needed = measured_variants(effort, card)
+    needed = measured_variants(effort, card, kinds)
     with compiling(needed, arch) as compiled, allocate_tiers(sizes, device) as tiers:
         buffers = {
             tier: memories.allocate((memories.capacity,), torch.uint8)
@@ -82,7 +115,8 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
             probe.remote_tier(tier, buffer, capacities[tier]) for tier, buffer in buffers.items()
         ]
         together = probe.peers_together(buffers)
-        costs = probe.kernels(compute["float16"])
+        kernels = KernelCosts(probe.bench, probe.hbm_rate, compute["float16"], probe.log)
+        costs = kernels.measure(kinds)
         staged = probe.log.measure(
             "cost of staging an op",
             "s",
@@ -114,7 +148,7 @@ def _measure(name: str, effort: Effort) -> tuple[HardwareProfile, tuple[Measurem
         compute=compute,
         link_groups=groups,
         facts=gpu_facts(device.index, host_memory),
-        sweeps=probe.sweeps,
+        sweeps={**probe.sweeps, **kernels.sweeps},
     ), measurements
 
 
@@ -223,39 +257,6 @@ class GpuProbe:
         for pdl, name in ((False, "launch in a graph"), (True, "launch in a graph, PDL")):
             self.log.add(name, "s", sweeps.chain_seconds(self.bench, nowhere, 0, pdl))
 
-    def kernels(self, compute: ComputeRate) -> dict[str, Any]:
-        """Costs of the project's kernels by kind; `compute` is the rate of their 16-bit dtype."""
-
-        def rate(n: int, element_bytes: float = 2.0) -> float:
-            return weight_rate(n, self.hbm_rate, compute, element_bytes)
-
-        bench = self.bench
-        costs = {
-            "linear": self.costs("linear", gemm_costs.linear_sweep(bench)),
-            "many_rows": self.costs("many_rows", gemm_costs.many_rows_sweep(bench), rate),
-            "norm": self.costs("norm", gemm_costs.norm_sweep(bench)),
-            "attention": self.costs("attention", attention_sweep(bench)),
-            "sampling": self.costs("sampling", sampling_sweep(bench)),
-            "router": self.costs("router", expert_costs.router_sweep(bench)),
-            "experts": self.costs("experts", expert_costs.experts_sweep(bench), rate),
-        }
-        for kind, stored in QUANTIZED_FORMATS.items():
-            element_bytes = stored.atom_bytes / (ROWS_PER_BLOCK * ATOM_COLS)
-            of_kind = partial(rate, element_bytes=element_bytes)
-            costs[kind] = self.costs(kind, gemm_costs.quantized_sweep(bench, stored), of_kind)
-        return costs
-
-    def costs(self, kind: str, sweep: Sweep, rate: Callable[[int], float] | None = None) -> OpCosts:
-        """Fit the costs of a `kind` of op to its sweep, with bytes at `rate` or at HBM's rate."""
-        self.sweeps[kind] = sweep
-        found = congestion.op_costs(sweep, rate or (lambda _: self.hbm_rate))
-        runs = self.bench.effort.runs
-        for n, seconds, efficiency in zip(found.rows, found.seconds, found.efficiency, strict=True):
-            worst = max(spread for rows, spread in sweep.points("n", "spread") if rows == n)
-            self.log.keep(f"{kind} fixed cost N={n}", "s", seconds, worst, runs)
-            self.log.keep(f"{kind} efficiency N={n}", "", efficiency, worst, runs)
-        return found
-
     def compute_rate(self, dtype: Dtype) -> ComputeRate:
         """FLOP/s by batch size, where products are compute-bound; the peak is the maximum.
 
@@ -290,19 +291,3 @@ def _peers(device: int, nbytes: int) -> list[int]:
         and torch.cuda.can_device_access_peer(device, gpu)
         and torch.cuda.mem_get_info(gpu)[0] >= nbytes
     ]
-
-
-def measured_variants(effort: Effort, card: Card) -> list[Variant]:
-    """The kernel variants that are measured on `card`."""
-    most = min(few_rows(card), SPLITK_MAX_ROWS)
-    rows = {n for n in (*effort.rows, *effort.slots) if n <= most}
-    of = partial(variants, DTYPE, card=card, head_dim=HEAD_DIM)
-    needed = of(rows)
-    needed += of({*rows, *QUANTIZED_ROWS}, formats=QUANTIZED_FORMATS.values())
-    for routing in expert_costs.ROUTINGS:
-        needed += of((), routing=routing)
-    found: list[Variant] = []
-    for source, macros in needed:
-        if not macros.get("PREFIXES") and (source, macros) not in found:
-            found.append((source, macros))
-    return found

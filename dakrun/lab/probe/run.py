@@ -4,13 +4,14 @@ Knows names, files and devices; cpu.py and gpu.py measure. torch is imported whe
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dakrun.errors import CannotRun, UsageError, check_new_file
 from dakrun.hardware import (
+    ESTIMATED,
     HardwareProfile,
     cpu_name,
     find_profile,
@@ -97,45 +98,77 @@ def duration(*, quick: bool) -> str:
 
 
 def measure(
-    name: str, device: Device, *, quick: bool = False, note: Callable[[str], None] = lambda _: None
+    name: str,
+    device: Device,
+    *,
+    quick: bool = False,
+    kinds: Set[str] = ESTIMATED,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Probe:
     """Measure `device` for a profile called `name`; `quick` has smaller buffers and fewer runs.
 
-    If figures spread, all is measured once more, which `note` says, and the steadier is returned.
+    Of a GPU's costs in ESTIMATED only those of `kinds` are measured. If figures spread, all is
+    measured once more, which `note` says, and the steadier is returned.
     """
-    first = _measure_once(name, device, quick=quick)
+
+    def once() -> Probe:
+        if device == "cpu":
+            from dakrun.lab.probe import cpu
+
+            return Probe(*cpu.measure_cpu(name, cpu.QUICK if quick else cpu.FULL))
+        from dakrun.lab.probe import effort, gpu
+
+        return Probe(*gpu.measure_gpu(name, effort.QUICK if quick else effort.FULL, kinds))
+
+    return _steadier(once, note)
+
+
+def measure_more(
+    profile: HardwareProfile, kinds: Set[str], *, note: Callable[[str], None] = lambda _: None
+) -> Probe:
+    """`profile`, measured on torch's current GPU, with costs of more `kinds`, measured quickly."""
+
+    def once() -> Probe:
+        from dakrun.lab.probe import effort, gpu
+
+        return Probe(*gpu.measure_more(profile, effort.QUICK, kinds))
+
+    return _steadier(once, note)
+
+
+def _steadier(once: Callable[[], Probe], note: Callable[[str], None]) -> Probe:
+    """What `once` measures; if figures spread, the steadier of that and what it measures again."""
+    first = once()
     if not first.unsteadiness[0]:
         return first
     note(f"{first.profile.provenance.spread}: measuring once more")
-    return min(first, _measure_once(name, device, quick=quick), key=lambda p: p.unsteadiness)
+    return min(first, once(), key=lambda p: p.unsteadiness)
 
 
-def _measure_once(name: str, device: Device, *, quick: bool) -> Probe:
-    if device == "cpu":
-        from dakrun.lab.probe import cpu
-
-        return Probe(*cpu.measure_cpu(name, cpu.QUICK if quick else cpu.FULL))
-    from dakrun.lab.probe import effort, gpu
-
-    return Probe(*gpu.measure_gpu(name, effort.QUICK if quick else effort.FULL))
-
-
-def kept_or_measured(device: Device, progress: Callable[[str], None]) -> HardwareProfile:
+def kept_or_measured(
+    device: Device, kinds: Set[str], progress: Callable[[str], None]
+) -> HardwareProfile:
     """The profile that `--profile auto` means for a run on `device`.
 
-    It is the kept profile if there is one. A CPU, or a GPU that cannot be measured, gets a shipped
-    profile. Any other GPU is measured, quickly and once, and `progress` reports it. Raises
-    CannotRun if the GPU can neither be measured nor has a shipped profile.
+    `kinds` are those of the run's models (plan.cost_kinds), whose costs the profile is to have
+    measured. It is the kept profile if there is one; if that was measured here for another model,
+    costs that it lacks are measured and kept as well. A CPU, or a GPU that cannot be measured, gets
+    a shipped profile. Any other GPU is measured, quickly and once. `progress` reports what is
+    measured. Raises CannotRun if the GPU can neither be measured nor has a shipped profile.
     """
     name = device_name(device)
-    if (kept := kept_profile(device=device, name=name)) is not None:
-        return kept
+    kept = kept_profile(device=device, name=name)
     if device == "cpu":
-        return find_profile(device=device, name=name)
+        return kept or find_profile(device=device, name=name)
     path = target(None, None, device)
+    if kept is not None:
+        lacking = frozenset(kind for kind in kinds if not kept.measures(kind))
+        # A profile of another name, or not measured, is the user's: its costs are estimated.
+        own = kept.name == path.stem and kept.provenance.kind == "measured"
+        return _completed(kept, lacking, path, progress) if lacking and own else kept
     progress(f"no profile of this {name} yet: measuring it, once, for {duration(quick=True)}")
     try:
-        profile = measure(path.stem, device, quick=True, note=progress).profile
+        profile = measure(path.stem, device, quick=True, kinds=kinds, note=progress).profile
     except CannotRun as problem:
         try:
             shipped = find_profile(device=device, name=name)
@@ -143,6 +176,30 @@ def kept_or_measured(device: Device, progress: Callable[[str], None]) -> Hardwar
             raise problem from None
         progress(f"not measured: {problem}")
         return shipped
+    return _saved(profile, path, progress)
+
+
+def _completed(
+    kept: HardwareProfile, kinds: Set[str], path: Path, progress: Callable[[str], None]
+) -> HardwareProfile:
+    """The profile in `path` with costs of `kinds` as well; as it is if they cannot be measured."""
+    names = " and ".join(sorted(kinds))
+    progress(
+        f"profile {kept.name} has no costs of {names} yet: measuring them, once, for "
+        f"{duration(quick=True)}"
+    )
+    try:
+        profile = measure_more(kept, kinds, note=progress).profile
+    except CannotRun as problem:
+        progress(f"not measured: {problem}")
+        return kept
+    return _saved(profile, path, progress)
+
+
+def _saved(
+    profile: HardwareProfile, path: Path, progress: Callable[[str], None]
+) -> HardwareProfile:
+    """`profile`, saved in `path` if possible."""
     try:
         save_profile(profile, path)
         progress(f"saved as {path}; dakrun profile measures it more thoroughly")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dakrun.errors import CannotRun
 from dakrun.plan.lossy import lossy_text
-from dakrun.plan.ops import kept_positions
+from dakrun.plan.ops import cost_kinds, kept_positions
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import MIN_OFFLOAD_GAIN
 from dakrun.plan.run_time import RunForecast
@@ -121,9 +121,8 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
 
 def _estimated_text(plan: Plan) -> str:
     """Which products' costs are estimates, as the profile has none."""
-    ops = [op.op for op in plan.weights()]
-    kinds = {op.quantized for op in ops} | {op.category for op in ops if op.category == "experts"}
-    missing = sorted(kind for kind in kinds - {""} if not plan.profile.measures(kind))
+    kinds = cost_kinds(plan.model) - {"router"}  # which belongs to the experts
+    missing = sorted(kind for kind in kinds if not plan.profile.measures(kind))
     if not missing:
         return ""
     return f"; costs of products with {' and '.join(missing)} are estimates"
