@@ -279,6 +279,28 @@ def test_useless_drafts_pause() -> None:
     assert steps(2)[8:] == [7] * 72
 
 
+@pytest.mark.parametrize("longer", [1.0, 1.05, 1.09, 1.12])
+@pytest.mark.parametrize("chance", [0.0, 0.01, 0.02, 0.04, 0.08])
+def test_drafts_that_are_seldom_right_cost_little(chance: float, longer: float) -> None:
+    """Of four rows, of which a draft accepted by chance is many tokens in its step."""
+    choice, rows = choice_of("suffix", longer), [Row(1.0)] * 4
+    random, spent, done = np.random.default_rng(3), 0.0, 0.0
+    for _ in range(1000):
+        drafts = choice.next(rows)  # type: ignore[arg-type]
+        counts = [1 + int(bool(drafts) and random.random() < chance) for _ in rows]
+        record(choice, rows, counts, drafts, longer if drafts else 1.0)
+        spent, done = spent + (longer if drafts else 1.0), done + sum(counts) / 4
+    assert done / spent > 0.98
+
+
+def test_drafts_that_are_often_right_never_pause() -> None:
+    """However much they are predicted to cost."""
+    choice, rows = choice_of("suffix", 4.0), [Row(1.0)] * 8
+    for number in range(200):
+        assert choice.next(rows)  # type: ignore[arg-type]
+        record(choice, rows, [2 if (number + row) % 5 == 0 else 1 for row in range(8)], 7, 4.0)
+
+
 def test_the_time_of_drafts_that_were_not_accepted() -> None:
     choice, rows = choice_of("suffix:7", 1.5), [Row(1.0)] * 2
     record(choice, rows, [8, 8], 7, 3.0)

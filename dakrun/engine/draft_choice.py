@@ -1,6 +1,7 @@
 """Choice of the steps with drafts: none, all small enough ones, or those where drafts save time.
 
-"suffix" drafts in all small steps, but in few of them while hardly any draft is accepted.
+"suffix" drafts in all small steps, but in few of them while hardly any draft is accepted. What is
+accepted is a mean of steps: of few rows, one draft accepted now and then is much in its step.
 
 "auto" compares times. A step without drafts gives a row one token in T seconds; a step with drafts
 gives it E tokens in T' seconds. Drafts save time where T' < E T. T and T' are measured by the
@@ -22,7 +23,9 @@ LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to sa
 NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
 AGAIN = 100  # steps with drafts after which a step without drafts is measured again
 USELESS, PAUSE = 16, 7  # after USELESS steps with useless drafts, PAUSE steps have none
-USEFUL = 0.02  # accepted drafts of a row in a step; drafts of fewer are useless
+# Accepted drafts of a row in a step; drafts of fewer are useless. Where the plan predicts that they
+# cost more, the limit is that cost, up to the second number.
+USEFUL, USEFUL_AT_MOST = 0.02, 0.1
 
 
 class _Mean:
@@ -109,9 +112,12 @@ class DraftChoice:
         if not drafts:
             return
         kept = sum(counts) / len(rows)
-        self._useless = 0 if kept - 1 >= USEFUL else self._useless + 1
         self._kept.add(kept)
         mean = self._kept.value or kept
+        size = min(bisect_left(self._rows, len(rows)), len(self._rows) - 1)
+        cost = self.forecasts[size].break_even - 1
+        useful = mean - 1 >= max(USEFUL, min(USEFUL_AT_MOST, cost))
+        self._useless = 0 if useful else self._useless + 1
         for r, count in zip(rows, counts, strict=True):
             if count:
                 own = r.kept or mean
