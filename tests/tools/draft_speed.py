@@ -9,7 +9,7 @@ one. The files of requests are the same in every run:
 
     copy     256 texts of about 150 to 400 tokens, a third each to repeat with one word changed, to
              write as a list, and to take records from; the answers have begun
-    chat     64 short questions, no two of the same subject and form
+    chat     64 short questions, no two alike; with as many rows, the slowest answer decides
     random   64 prompts of random token ids, sampled, so that hardly anything occurs twice
     FILE     any other requests
 
@@ -40,7 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ROWS = {"copy": 256, "chat": 64, "random": 64}
-NEW = {"copy": 96, "chat": 96, "random": 48}  # new tokens at most
+NEW = {"copy": 96, "chat": 192, "random": 48}  # new tokens at most
 RANDOM_PROMPT = 128
 TEMPERATURE = 1.0  # of the requests of random ids: likeliest answers to them repeat themselves
 
