@@ -71,6 +71,6 @@ def select_in_order(
     kernel.launch(n // width, ROW_THREADS, args, shared_bytes=4 * mask_words(vocabulary))
 
 
-@compiled_ahead(SOURCE)
+@compiled_ahead(SOURCE, seconds=4)
 def _variants(needs: Needs) -> list[Macros]:
     return [operands.defines(needs.dtype)] if needs.every else []

@@ -146,6 +146,6 @@ def select_token(
     return tokens
 
 
-@compiled_ahead(SOURCE)
+@compiled_ahead(SOURCE, seconds=7)
 def _variants(needs: Needs) -> list[Macros]:
     return [operands.defines(needs.dtype)]

@@ -63,7 +63,7 @@ def defines(dtype: torch.dtype, stored: WeightFormat) -> dict[str, int]:
     return {**operands.defines(dtype), **stored.macros} if stored.macros else {}
 
 
-@compiled_ahead(SOURCE, seconds=8)
+@compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
     """Only torch multiplies by weights that are unpacked."""
     return [

@@ -283,7 +283,7 @@ def defines(
     }
 
 
-@compiled_ahead(SOURCE, seconds=7)
+@compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
     """Without shared prefixes, and with them where SplitK_FlashAttn goes on from their results."""
     return [

@@ -289,7 +289,7 @@ def defines(
     return {**operands.defines(dtype), "HEAD_DIM": head_dim, **tiles}
 
 
-@compiled_ahead(SOURCE, seconds=7)
+@compiled_ahead(SOURCE, seconds=1.5)
 def _variants(needs: Needs) -> list[Macros]:
     """With shared prefixes and without; the kernel for these never normalizes heads.
 

@@ -220,7 +220,7 @@ def defines(dtype: torch.dtype, x_tiles: int, outputs: Outputs) -> Macros:
     return operands.defines(dtype) | few | {"MAX_EXPERTS": MAX_EXPERTS, "WGMMA": 0}
 
 
-@compiled_ahead(SOURCE, seconds=4)
+@compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
     """Of the models' tiles for any number of rows up to a chunk's; models store no products."""
     return [

@@ -139,7 +139,7 @@ def _tiers(rows: int, weight: TieredMatrix, launch: Launch) -> tuple[TierTiles, 
     return (*found, *[TierTiles(first_row_block=first, first_cluster=cluster)] * none)
 
 
-@compiled_ahead(SOURCE, seconds=4)
+@compiled_ahead(SOURCE, seconds=5)
 def _variants(needs: Needs) -> list[Macros]:
     return [
         {**defines(needs.dtype, shape.tiles, wide=shape.wide), **stored.macros}

@@ -310,7 +310,7 @@ def all_defines(dtype: torch.dtype) -> list[dict[str, int]]:
     ]
 
 
-@compiled_ahead(SOURCE, seconds=6)
+@compiled_ahead(SOURCE)
 def _variants(needs: Needs) -> list[Macros]:
     """For mixed tiers too where weights have them."""
     return [

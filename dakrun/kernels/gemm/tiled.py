@@ -242,7 +242,7 @@ def all_defines(
     ]
 
 
-@compiled_ahead(SOURCE, seconds=9)
+@compiled_ahead(SOURCE, seconds=4)
 def _variants(needs: Needs) -> list[Macros]:
     return [
         macros

@@ -47,7 +47,7 @@ _registered: dict[str, tuple[float, _Of]] = {}
 def compiled_ahead(source: str, *, seconds: float = 1) -> Callable[[_Of], _Of]:
     """Register the decorated function: the macros of the variants of native/`source` by Needs.
 
-    A variant takes about `seconds` to compile.
+    A variant takes about `seconds` of a core to compile, those of most sources less than 1.
     """
 
     def register(of: _Of) -> _Of:
@@ -59,5 +59,10 @@ def compiled_ahead(source: str, *, seconds: float = 1) -> Callable[[_Of], _Of]:
 
 def needed(needs: Needs) -> list[Variant]:
     """All variants that `needs` asks for, those first that take longest to compile."""
-    longest_first = sorted(_registered.items(), key=lambda item: -item[1][0])
-    return [(source, macros) for source, (_, of) in longest_first for macros in of(needs)]
+    found = ((source, macros) for source, (_, of) in _registered.items() for macros in of(needs))
+    return longest_first(found)
+
+
+def longest_first(found: Iterable[Variant]) -> list[Variant]:
+    """The variants in the order in which they are compiled; those of a source keep their order."""
+    return sorted(found, key=lambda variant: -_registered[variant[0]][0])

@@ -12,14 +12,22 @@ import torch
 from dakrun.engine import Staging, staged_bytes
 from dakrun.formats import PACKED16, Quantised, WeightFormat
 from dakrun.geometry import FEW_ROWS, ROWS_PER_BLOCK
-from dakrun.hardware import LOCAL, Sweep
+from dakrun.hardware import LOCAL, Card, Sweep
 from dakrun.kernels import normalize
 from dakrun.kernels.gemm.dispatch import Products
 from dakrun.kernels.gemm.splitk import splitk_gemm
 from dakrun.lab.chain import Launch, graph_seconds, launch_seconds, seconds_round_robin
+from dakrun.lab.probe.effort import Effort
 from dakrun.lab.probe.sweeps import Bench, rounded
 from dakrun.lab.samples import spread
-from dakrun.launches import TierAccess, few_rows, gemm_config, split_row_blocks
+from dakrun.launches import (
+    TierAccess,
+    few_rows,
+    gemm_config,
+    kernel_for,
+    split_row_blocks,
+    tiled_config,
+)
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 DTYPE = torch.float16
@@ -84,19 +92,41 @@ def linear_sweep(bench: Bench) -> Sweep:
 
 def quantized_sweep(bench: Bench, stored: Quantised) -> Sweep:
     """Products of few rows, and of every other number of many, with weights of few bits."""
-    rows = (*QUANTIZED_ROWS, *many_rows(bench)[1::2])
+    rows = quantized_rows(bench.effort, bench.card)
     return _in_turns(bench, rows, QUANTIZED_WEIGHTS, stored, load_above=max(QUANTIZED_ROWS))
 
 
-def many_rows(bench: Bench) -> tuple[int, ...]:
+def quantized_rows(effort: Effort, card: Card) -> tuple[int, ...]:
+    """Rows of X of products with quantized weights."""
+    return (*QUANTIZED_ROWS, *many_rows(effort, card)[1::2])
+
+
+def quantized_tiles(effort: Effort, card: Card, stored: Quantised) -> set[tuple[int, bool]]:
+    """Tiles of X of the tiled GEMM's variants that quantized_sweep launches, and if they are wide.
+
+    Where the buffer has room for smaller weights alone, there may be others.
+    """
+    every = itertools.product(quantized_rows(effort, card), QUANTIZED_WEIGHTS)
+    size = stored.atom_bytes
+    return {
+        (launch.shape.tiles, launch.shape.wide)
+        for n, (row_blocks, cols) in every
+        if kernel_for(n, row_blocks, cols, remote=False, card=card, atom_bytes=size) == "tiled"
+        for config in [tiled_config(n, [row_blocks], ACCESS, cols=cols, card=card, atom_bytes=size)]
+        for launch in config.launches
+    }
+
+
+def many_rows(effort: Effort, card: Card) -> tuple[int, ...]:
     """The effort's numbers of rows of X that are too many for SplitK_GEMM."""
-    most = few_rows(bench.card)
-    return tuple(n for n in bench.effort.many_rows if n > most)
+    most = few_rows(card)
+    return tuple(n for n in effort.many_rows if n > most)
 
 
 def many_rows_sweep(bench: Bench) -> Sweep:
     """Products of many rows by rows of X and bytes of a weight."""
-    return _in_turns(bench, many_rows(bench), MANY_ROWS_WEIGHTS, PACKED16, load_above=0)
+    rows = many_rows(bench.effort, bench.card)
+    return _in_turns(bench, rows, MANY_ROWS_WEIGHTS, PACKED16, load_above=0)
 
 
 def _in_turns(
@@ -134,7 +164,8 @@ def norm_sweep(bench: Bench) -> Sweep:
     what a norm adds to a product of few rows is about nothing.
     """
     memory, rows = random_memory(bench), []
-    for n, cols in itertools.product((*bench.effort.rows, *many_rows(bench)), NORM_COLS):
+    counts = (*bench.effort.rows, *many_rows(bench.effort, bench.card))
+    for n, cols in itertools.product(counts, NORM_COLS):
         x, few = random(memory, n, cols), n <= FEW_ROWS
         row_blocks, weights = NORM_ROW_BLOCKS[few], memory if few else memory[:NORM_BYTES]
         chains = [f(bench, weights, row_blocks, x)[0] for f in (normed_product, product)]

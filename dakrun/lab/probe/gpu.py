@@ -65,7 +65,6 @@ def _measure_more(profile: HardwareProfile, effort: Effort, kinds: Set[str]) -> 
         allocate_tiers({LOCAL: size}, device) as tiers,
     ):
         hbm = tiers[LOCAL].allocate((size,), torch.uint8)
-        fill_bytes({LOCAL: hbm})
         probe = KernelCosts(
             Bench(card, hbm, effort), profile.hbm_bytes_per_s, profile.compute["float16"], Log()
         )

@@ -10,6 +10,7 @@ from typing import Any
 from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_MAX_ROWS
 from dakrun.hardware import Card, ComputeRate, OpCosts, Sweep, weight_rate
 from dakrun.kernels import Variant, variants
+from dakrun.kernels.runtime.needs import longest_first
 from dakrun.lab.probe import congestion, expert_costs, gemm_costs
 from dakrun.lab.probe.attention_costs import HEAD_DIM, attention_sweep, sampling_sweep
 from dakrun.lab.probe.effort import Effort
@@ -90,15 +91,20 @@ def measured_variants(effort: Effort, card: Card, kinds: Iterable[str]) -> list[
     needed: list[Variant] = []
     if kinds & EVERY_MODEL:
         needed += _from(LAUNCHED, of(rows))
-    formats = [stored for kind, stored in QUANTIZED_FORMATS.items() if kind in kinds]
-    needed += _from(PRODUCTS, of({*rows, *QUANTIZED_ROWS}, formats=formats))
+    for stored in (stored for kind, stored in QUANTIZED_FORMATS.items() if kind in kinds):
+        tiles = gemm_costs.quantized_tiles(effort, card, stored)
+        needed += (
+            (source, macros)
+            for source, macros in _from(PRODUCTS, of(QUANTIZED_ROWS, formats=[stored]))
+            if "WIDE" not in macros or (macros["TILES"], bool(macros["WIDE"])) in tiles
+        )
     for routing in expert_costs.ROUTINGS if kinds & MIXTURES else ():
         needed += _from(LAUNCHED_OF_MIXTURES, of((), routing=routing))
     found: list[Variant] = []
     for source, macros in needed:
         if not macros.get("PREFIXES") and (source, macros) not in found:
             found.append((source, macros))
-    return found
+    return longest_first(found)
 
 
 def _from(sources: Iterable[str], needed: Iterable[Variant]) -> list[Variant]:
