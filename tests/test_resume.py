@@ -206,6 +206,20 @@ def test_failed_rows_are_run_again_with_more_room() -> None:
     assert run("--resume", "--max-model-len", "6").exit_code == 2
 
 
+@pytest.mark.parametrize("more", [(), ("--retry-failed",)])
+def test_a_failed_row_that_was_corrected_counts_no_more_as_failed(more: tuple[str, ...]) -> None:
+    good, bad = '{"id": "a", "prompt": "one plus two ="}\n', '{"id": "b", "prompt": "x", "y": 1}\n'
+    Path("p.jsonl").write_text(good + bad)
+    assert run(source="p.jsonl").exit_code == 1
+    Path("p.jsonl").write_text(good + '{"id": "b", "prompt": "six plus two ="}\n')
+    result = run("--resume", "--changed", *more, source="p.jsonl")
+    assert "1 row done, 0 failed, 1 skipped\n" in result.stderr
+    assert result.exit_code == 0 and None not in texts().values()
+    Path("p.jsonl").write_text(good + bad)
+    result = run("--resume", "--changed", *more, source="p.jsonl")
+    assert "0 rows done, 1 failed, 1 skipped\n" in result.stderr and result.exit_code == 1
+
+
 def test_the_options_need_resume() -> None:
     Path("p.txt").write_text("one plus two =\n")
     for flags in (["--changed"], ["--retry-failed"], ["--resume", "--changed", "--force"]):

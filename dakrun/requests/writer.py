@@ -77,7 +77,7 @@ class ResultWriter:
     ) -> None:
         self._changed, self._retry_failed = changed, retry_failed
         self._digests: RowDigests | None = None
-        self._to_retry: set[int] = set()  # hashes of failed ids that the input has not had yet
+        self._failed: set[int] = set()  # hashes of the ids of error rows that are not run again yet
         self._replaced = False  # whether the output has ids twice
         self._order = InputOrder() if ordered else None
         self.failed_before = self.rows = 0
@@ -197,10 +197,8 @@ class ResultWriter:
         `changed` or `force` was given.
         """
         if request_id not in self._ids:
-            if (hashed := id_hash(request_id)) in self._to_retry:
-                self._to_retry.remove(hashed)
-                self.failed_before -= 1
-                self.rows -= 1
+            if id_hash(request_id) in self._failed:
+                self._run_again(request_id)
             return False
         known = self._digests.find(request_id) if self._digests else None
         if row is None or known in (None, row.digest) or self._force:
@@ -208,7 +206,7 @@ class ResultWriter:
         if not self._changed:
             raise rows_changed(self._name, 1, row, _CHANGED_HINT)
         self._replaced = True
-        self.rows -= 1
+        self._run_again(request_id)
         return False
 
     def write(self, result: Completion | RowError, *, digest: int = 0) -> None:
@@ -301,13 +299,19 @@ class ResultWriter:
                 if id_hash(row.id) not in failed:
                     self._ids.add(row.id)
             self._replaced |= bool(failed)
-            self._to_retry = failed
         else:
             self._ids = seen
-        self.failed_before, self.rows = len(failed), len(seen)
+        self._failed, self.failed_before, self.rows = failed, len(failed), len(seen)
         if rows.size:
             self._is_packed = rows.is_gzip
         return rows.size
+
+    def _run_again(self, request_id: str) -> None:
+        """Count the result of a row no more, since a new one will replace it."""
+        hashed = id_hash(request_id)
+        self.failed_before -= hashed in self._failed
+        self._failed.discard(hashed)
+        self.rows -= 1
 
     def _failure(self, problem: OSError) -> CannotRun:
         if isinstance(problem, BrokenPipeError):
