@@ -49,6 +49,8 @@ def batch(**body: Any) -> dict[str, Any]:
         ({"prompt": "x", "max_tokens": 0, "prompt_logprobs": 0}, RowLengths(1, 1)),
         ({"prompt": "x", "max_tokens": -1}, NOTHING),
         ({"prompt": "x", "max_tokens": "9"}, NOTHING),
+        ({"prompt": "x", "max_tokens": 3.0, "n": 2.0}, RowLengths(1, 3, 2)),
+        ({"prompt": "x", "max_tokens": 2.5}, NOTHING),
         ({"prompt": "x", "max_tokens": True}, NOTHING),
         (batch(prompt="x", n=0), NOTHING),
         (batch(prompt="x", n="2"), NOTHING),

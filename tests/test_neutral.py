@@ -54,8 +54,9 @@ def test_neutral_values_change_nothing(parse: Any) -> None:
 
 @pytest.mark.parametrize("parse", [batch, native])
 def test_whole_floats_are_integers_and_top_k_of_minus_one_keeps_all(parse: Any) -> None:
-    found = parse({"max_tokens": 64.0, "seed": 3.0, "top_k": -1})
+    found = parse({"max_tokens": 64.0, "seed": 3.0, "top_k": -1, "thinking_token_budget": 9.0})
     assert (found.max_tokens, type(found.max_tokens), found.seed) == (64, int, 3)
+    assert found.thinking_token_budget == 9
     assert found.top_k == 0 and parse({"top_k": 0}).top_k == 0
     with pytest.raises(Exception, match="max_tokens"):
         parse({"max_tokens": 64.5})

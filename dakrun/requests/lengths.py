@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from dakrun.geometry import KV_BLOCK
 from dakrun.requests.native_rows import MAX_N
+from dakrun.requests.neutral import integer_of
 from dakrun.requests.openai_rows import MAX_PROMPTS
 
 CHARACTERS_PER_TOKEN = 4  # of English text, about, in the vocabularies of these models
@@ -82,14 +83,14 @@ def json_lengths(
     prompt = fields.get("prompt_token_ids")
     if prompt is None:
         prompt = fields.get("prompt")
-    n = fields.get("n")
+    n = integer_of(fields.get("n"))
     prompts = [prompt]
     if fields.get("messages") is not None:
         prompts = [chat_text(fields)]
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompts = prompt
     own = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
-    new = next((value for value in own if value is not None), max_tokens)
+    new = integer_of(next((value for value in own if value is not None), max_tokens))
     scored = fields.get("prompt_logprobs") is not None or fields.get("echo")
     if type(new) is not int or new < (0 if scored else 1) or len(prompts) > MAX_PROMPTS:
         return NOTHING

@@ -22,7 +22,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {  # of a row or a Batch row's body
 OF_MESSAGES: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "annotations": ([],)}
 _INTEGERS = (
     *("max_tokens", "max_completion_tokens", "n", "top_k", "seed", "min_tokens"),
-    *("logprobs", "top_logprobs", "prompt_logprobs"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "thinking_token_budget"),
 )
 
 
@@ -40,8 +40,13 @@ def supported_fields(
     ]
     supported = {name: value for name, value in given.items() if name in fields}
     for name in _INTEGERS:
-        if isinstance(supported.get(name), float) and supported[name].is_integer():
-            supported[name] = int(supported[name])
+        if name in supported:
+            supported[name] = integer_of(supported[name])
     if supported.get("top_k") == -1:
         supported["top_k"] = 0
     return supported, unknown
+
+
+def integer_of(value: Any) -> Any:
+    """The integer that a whole float is; any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
