@@ -273,8 +273,10 @@ EXPERT = "model.layers.1.mlp.experts."
          "tensor model.layers.1.mlp.gate.weight is 9x384, config.json says 8x384", "belong"),
         (lambda t: t.update({f"{EXPERT}down_proj": torch.zeros(9, 384, 72)}),
          f"tensor {EXPERT}down_proj is 9x384x72, config.json says 8x384x72", "belong"),
+        (lambda t: t.update({f"{EXPERT}down_proj": torch.zeros(8, 384, 72)}),
+         f"tensor {EXPERT}0.down_proj.weight is also a part of {EXPERT}down_proj", "files"),
     ],
-    ids=["missing", "one-too-many", "shape", "router", "stacked"],
+    ids=["missing", "one-too-many", "shape", "router", "stacked", "twice"],
 )  # fmt: skip
 def test_a_checkpoint_that_is_not_the_config(
     change: Callable[[dict[str, torch.Tensor]], object], message: str, hint: str, tmp_path: Path

@@ -146,7 +146,13 @@ class Checkpoint:
             extent = None
             if whole is not None:
                 extent = replace(whole, shape=operand.shape).rows(top, top + source.shape[0])
-            self._tensors[self._stored_name(source)] = stored, extent
+            own = self._stored_name(source)
+            if own in self._tensors:
+                raise CannotRun(
+                    f"{self.directory}: tensor {own} is also a part of {name}",
+                    hint="leave only the files of one checkpoint in the folder",
+                )
+            self._tensors[own] = stored, extent
             top += source.shape[0]
 
     def _misshapen(self, name: str, extent: Extent, source: Source) -> CannotRun:
