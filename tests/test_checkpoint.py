@@ -163,6 +163,8 @@ def test_a_dtype_that_config_does_not_name_is_the_weights(directory: Path, dtype
     expected = "float32" if dtype == "float64" else dtype
     assert load(directory).config.dtype == model_config(str(directory)).dtype == expected
     assert load(directory, dtype="float32").config.dtype == "float32"
+    (directory / "config.json").write_text(json.dumps(named | {"torch_dtype": "auto"}))
+    assert model_config(str(directory)).dtype == expected
     weights.unlink()
     assert model_config(str(directory)).dtype == "float32"
 

@@ -173,6 +173,7 @@ def test_positions_end_with_the_sliding_window(
 
 def test_new_dtype_key_wins() -> None:
     assert parse_model_config({**LLAMA, "dtype": "float32"}, name="m").dtype == "float32"
+    assert parse_model_config({**LLAMA, "dtype": "torch.float16"}, name="m").dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     raw = read_json_object(directory / "config.json")
     if raw.get("quantization_config") in (None, {}):
         raw["quantization_config"] = settings_beside(directory)
-    if not (raw.get("dtype") or raw.get("torch_dtype")):
+    if not _named_dtype(raw):
         raw["dtype"] = stored_dtype(directory)
     config = parse_model_config(raw, name=directory.resolve().name)
     if config.quantization:
@@ -215,8 +215,15 @@ def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, 
     }
 
 
+def _named_dtype(raw: Mapping[str, Any]) -> Any:
+    """The dtype that a config.json names, also as "torch.float16"; "auto" and None name none."""
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    found = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    return None if found == "auto" else found
+
+
 def _dtype(raw: Mapping[str, Any], name: str) -> Dtype:
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    dtype = _named_dtype(raw) or "float32"
     if dtype not in tuple(DTYPE_BYTES):
         raise CannotRun(
             f"{name}: dtype {dtype!r} is not supported",
