@@ -122,6 +122,22 @@ def test_modules_that_stay_in_16_bits(tmp_path: Path) -> None:
     assert tokens_of(llm) == expected(model)
 
 
+def test_dynamic_patterns_of_gptq_begin_with_the_name_and_the_first_counts(tmp_path: Path) -> None:
+    settings, _ = FORMATS["gptq"]
+    patterns = {"-:down_proj": {}, "+:.*up_proj": {"bits": 8}, "-:model.*mlp.(up|gate)": {}}
+
+    def write(weight: torch.Tensor) -> Any:
+        return gptq(weight, bits=8 if next(names).endswith("up_proj") else 4)
+
+    names = iter(
+        f"{i}.{name}"
+        for i in (0, 1)
+        for name in ("down_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
+    )
+    model = save(tmp_path, settings | {"dynamic": patterns}, write, plain=["gate_proj"])
+    assert tokens_of(llm_of(tmp_path)) == expected(model)
+
+
 def test_biases_of_zeros_that_old_writers_of_gptq_add(tmp_path: Path) -> None:
     model = save(tmp_path, *FORMATS["gptq"])
     changed(tmp_path, bias=torch.zeros(256).half())

@@ -151,12 +151,13 @@ def _gptq(settings: _Settings) -> Quantization:
     groups: list[tuple[str, Stored]] = []
     for pattern, change in settings.part("dynamic", settings.raw.get("dynamic") or {}).raw.items():
         if pattern.startswith("-:"):
-            ignored.append(f".*(?:{pattern[2:]}).*")
+            earlier = "".join(f"(?!{kept})" for kept, _ in groups)  # the first that fits counts
+            ignored.append(f"{earlier}(?:{pattern[2:]}).*")
         else:
             changed = settings.part(
                 "dynamic", {**settings.raw, **settings.part("dynamic", change).raw}
             )
-            groups.append((f".*(?:{pattern.removeprefix('+:')}).*", stored(changed)))
+            groups.append((f"(?:{pattern.removeprefix('+:')}).*", stored(changed)))
     groups.append((LINEARS, stored(settings)))
     return Quantization("gptq", tuple(groups), tuple(ignored))
 
