@@ -197,6 +197,7 @@ def test_new_dtype_key_wins() -> None:
         ({**LLAMA, "torch_dtype": "float64"}, "dtype 'float64'"),
         ({**LLAMA, "is_causal": False}, "attention to later tokens"),
         ({**OPT, "is_causal": False}, "attention to later tokens"),
+        ({**LLAMA, "attention_chunk_size": 8192}, "attention within chunks"),
         ({**LLAMA, "per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config"),
         ({**LLAMA, "rope_parameters": {"full_attention": ROPE}}, "RoPE that differs between"),
         ({**LLAMA, "model_type": "phi3", "rope_scaling": ROPE}, "rope type 'llama3' of Phi-3"),

@@ -17,6 +17,11 @@ def check_attention(fields: Fields, name: str) -> None:
             f"{name}: attention to later tokens is not supported",
             hint="is_causal in config.json is false, as in models that embed texts",
         )
+    if fields.has("attention_chunk_size"):
+        raise CannotRun(
+            f"{name}: attention within chunks (attention_chunk_size) is not supported",
+            hint="use a checkpoint without, such as one of Llama 3",
+        )
     if fields.raw.get("per_layer_config"):
         raise CannotRun(
             f"{name}: layers that differ from each other (per_layer_config) are not supported",

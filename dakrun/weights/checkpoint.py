@@ -129,7 +129,7 @@ class Checkpoint:
             if name.endswith(CHANGING) or too_many:
                 raise CannotRun(
                     f"{self.directory}: config.json does not account for tensor {name}",
-                    hint=expert_hint(name, config)
+                    hint=(expert_hint(name, config) if too_many else None)
                     or "config.json and the safetensors files do not belong together",
                 )
 
