@@ -1,4 +1,5 @@
-// The epilogue of SplitK_GEMM: Y = activation(scale * accumulators + bias) + residual.
+// The epilogue of SplitK_GEMM: Y = activation(scale * accumulators + bias) + residual. With units also
+// the first half of the RMSNorm behind Y: Y * weight, and sums of squares of each row block.
 #pragma once
 
 #include "splitk_norm.cuh"
@@ -15,6 +16,7 @@ struct Epilogue {
   const int m, n;  // of the first pair: row of W, row of X
   const int row_blocks;
   uint32_t bias[2], residual[kEarlyResidual ? kPairsOfThread : 1];
+  uint32_t next_weight[2];  // of the norm behind Y; with units
 
   // For the warp's two row blocks, from row `first_row` of W on, of which `row_blocks` exist.
   __device__ __forceinline__ Epilogue(const SplitKGemmArgs& args, int first_row, int row_blocks)
@@ -51,13 +53,16 @@ struct Epilogue {
     for (int j = 0; j < 2; j++)
       bias[j] = of.bias[j];
 #pragma unroll
+    for (int j = 0; kHasUnits && j < 2; j++)
+      next_weight[j] = of.next_weight[j];
+#pragma unroll
     for (int i = 0; kEarlyResidual && i < kPairsOfThread; i++)
       residual[i] = of.residual[i];
   }
 
   __device__ __forceinline__ void store(float2 (&pairs)[kPairsOfThread],
                                         const Moments& moments) const {
-    if (NORM) scale(moments, pairs);
+    if (NORM || kHasUnits && args.x_squares) scale(moments, pairs);
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++)
       pairs[i] = add(pairs[i], bias[i % 2]);
@@ -71,11 +76,8 @@ struct Epilogue {
         pairs[i] = relu(pairs[i]);
     }
     if (args.residual) add_residual(pairs);
-    if (args.m % 2 == 0) {
-      store_pairs<true>(pairs);
-    } else {
-      store_pairs<false>(pairs);
-    }
+    store_pairs(args.y, pairs);
+    if (kHasUnits && args.scaled) store_scaled(pairs);
   }
 
   __device__ __forceinline__ int w_row(int pair) const { return m + kRowsPerBlock * (pair % 2); }
@@ -128,12 +130,40 @@ struct Epilogue {
       if (exists(i)) convert(args.y[offset(i, args.m / 2) + w_row(i) / 2], products[i]);
     }
   }
-  // `aligned`: both elements of a pair are written at once.
-  template <bool aligned>
-  __device__ __forceinline__ void store_pairs(const float2 (&pairs)[kPairsOfThread]) const {
+  // The first half of the norm behind Y, from Y as it was rounded. Lanes 4g + t of even or of odd g
+  // have a row's pairs of a row block.
+  __device__ __forceinline__ void store_scaled(float2 (&pairs)[kPairsOfThread]) const {
+    const int stride = squares_stride((args.m + kRowsPerBlock - 1) / kRowsPerBlock);
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++) {
-      Element* const y = args.y + offset(i, args.m) + w_row(i);
+      float2 y = unpacked(packed(pairs[i].x, pairs[i].y));
+      if (w_row(i) >= args.m) y.x = 0.0f;
+      if (w_row(i) + 1 >= args.m) y.y = 0.0f;
+      float sum = fmaf(y.y, y.y, y.x * y.x);
+      sum += __shfl_xor_sync(0xffffffff, sum, 8);
+      sum += __shfl_xor_sync(0xffffffff, sum, 16);
+      if (exists(i) && w_row(i) % kRowsPerBlock == 0)
+        args.squares[x_row(i) * stride + w_row(i) / kRowsPerBlock] = sum;
+      const float2 weight = unpacked(next_weight[i % 2]);
+      pairs[i] = {y.x * (weight.x * args.next_factor), y.y * (weight.y * args.next_factor)};
+    }
+    store_pairs(args.scaled, pairs);
+  }
+  __device__ __forceinline__ void store_pairs(Element* to,
+                                              const float2 (&pairs)[kPairsOfThread]) const {
+    if (args.m % 2 == 0) {
+      store_pairs<true>(to, pairs);
+    } else {
+      store_pairs<false>(to, pairs);
+    }
+  }
+  // `aligned`: both elements of a pair are written at once.
+  template <bool aligned>
+  __device__ __forceinline__ void store_pairs(Element* to,
+                                              const float2 (&pairs)[kPairsOfThread]) const {
+#pragma unroll
+    for (int i = 0; i < kPairsOfThread; i++) {
+      Element* const y = to + offset(i, args.m) + w_row(i);
       if (aligned) {
         if (exists(i)) *reinterpret_cast<uint32_t*>(y) = packed(pairs[i].x, pairs[i].y);
       } else {
@@ -150,6 +180,10 @@ struct Epilogue {
     for (int j = 0; j < 2; j++) {
       bias[j] = 0;
       if (args.bias && j < row_blocks && w_row(j) < args.m) bias[j] = load<aligned>(args.bias, j);
+      if (!kHasUnits) continue;
+      next_weight[j] = 0;
+      if (args.next_weight && j < row_blocks && w_row(j) < args.m)
+        next_weight[j] = load<aligned>(args.next_weight, j);
     }
     if (kEarlyResidual && args.residual) load_residual<aligned>(residual);
   }

@@ -17,6 +17,7 @@
 //         for each stage along K: wait until full; acc += W X^T; release the stage
 //         halves of K: store_partial; the CTA that arrives second combines both
 //         Y = activation(norm scale * acc + bias) + residual
+//         with units, ahead of an RMSNorm: also Y * the norm's weight, and sums of Y^2
 //
 // W is packed as dakrun/formats/packed16.py lays it out. The order in which the terms of an
 // output are added depends on the shapes alone, so that tiers and the number of CTAs change no bit

@@ -4,9 +4,44 @@
 //
 // All of X passes through shared memory for a CTA's first group. The first warpgroup then adds up
 // its rows and their squares, in an order that depends on K alone.
+//
+// A W of 4 or 8 bits cannot take in the weight g of an RMSNorm. The product ahead of the norm does, and
+// writes round(y) * g * 2^-k beside y, with the sum of y^2 of each row block (splitk_epilogue.cuh).
+// The product behind it adds up these sums.
 #pragma once
 
+#include "cta_reduce.cuh"
 #include "splitk_gemm.cuh"
+
+#if CODE
+// The factors for the accumulators of X's rows, in shared memory.
+struct Moments {
+  float factors[kXRows];
+
+  __device__ __forceinline__ float scale(const SplitKGemmArgs&, int row) const {
+    return factors[row];
+  }
+  // By all consumers, after the wait: X's first stage is on its way meanwhile. A warp has whole rows
+  // of sums, which it adds in an order that depends on K alone.
+  __device__ __forceinline__ void add_up(const SplitKGemmArgs& args, int warp) {
+    const int lane = threadIdx.x % 32, all = squares_stride(args.x_row_blocks) / 4;
+#pragma unroll 1
+    for (int row = warp; row < args.n; row += kConsumers / 32) {
+      const float4* const from = reinterpret_cast<const float4*>(args.x_squares) + row * all;
+      float4 sums = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+      for (int i = lane; i < all; i += 32) {
+        const float4 more = from[i];
+        sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
+      }
+      const float sum = reduce_warp((sums.x + sums.y) + (sums.z + sums.w),
+                                    [](float a, float b) { return a + b; });
+      if (lane == 0) factors[row] = rsqrtf(sum * args.inverse_k + args.eps) * args.x_factor;
+    }
+  }
+};
+
+#else
 
 // Sums and sums of squares of X's rows, in shared memory. `kShares` warps add up each row block,
 // taking its atoms round-robin.
@@ -82,3 +117,4 @@ struct MomentAccumulators {
     }
   }
 };
+#endif

@@ -16,6 +16,8 @@
 constexpr bool kFewRegisters = kMixes && TILES > 1;  // the scheduler of mixed tiers takes some
 #include "units_multiply.cuh"
 
+constexpr int kNormBarrier = 3;  // behind those of units_multiply.cuh: where factors are known
+
 // Every warp waits for every stage and releases it: a barrier only tells of the last copy into its
 // stage, so no warp may be left behind by more than a ring.
 __device__ __forceinline__ void wait_for(const Ring& ring, const RingPosition& stage) {
@@ -29,13 +31,17 @@ __device__ __forceinline__ void release(const Ring& ring, RingPosition& stage) {
 }
 
 __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& ring,
-                                        int tier_of_cta, int, const Moments& moments) {
+                                        int tier_of_cta, int warp, Moments& moments) {
   const int stage_units = args.tiers[tier_of_cta].stage_atoms / kUnitAtoms;  // 1, 2 or 4
   const int units = args.k / kUnitCols;
   const int shares = TILES == 1 ? args.k_shares : kShares;
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();
+  if (args.x_squares) {
+    moments.add_up(args, warp);
+    ptx::named_barrier_sync(kNormBarrier, kConsumers);
+  }
   for (; !at.done(); at.next_group()) {
     int first, count;
     divide(shares, at.row_blocks(), first, count);

@@ -316,8 +316,12 @@ def test_quantized_weights(
     rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
     for _ in range(2):
         prompt.append(int(rows.tokens[0]))
+        before = len(launched)
         rows.run(cache.counts)
         assert close(rows.backend.logits[0], logits(reference, prompt))
+        norms = [file for file, _ in launched[before:]].count("normalize.cu")
+        # Others are a part of the products around them, which do not stand around a router.
+        assert norms == (4 if mixture else 1)
     assert {macros.get("CODE") for file, macros in launched if file == gemm.SOURCE} > {None}
     assert any("CODE" in macros for file, macros in launched if "grouped" in file) is mixture
 

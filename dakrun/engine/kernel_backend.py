@@ -2,7 +2,8 @@
 
 Knows how each tier is read, and which matrices are staged; the order of the ops is the model's.
 Norms ahead of a matrix are folded into it where its module says so (weights/loading.py), so that a
-product only scales rows.
+product only scales rows. Those ahead of quantised matrices are a part of the products around them
+for few rows (norms_between.py), else launches of their own.
 """
 
 import copy
@@ -14,6 +15,7 @@ import torch
 
 from dakrun.engine.expert_copies import ExpertTables
 from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse
+from dakrun.engine.norms_between import NormsBetween
 from dakrun.engine.staging import Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
@@ -61,6 +63,9 @@ class KernelBackend:
         }
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
+        self._norms = NormsBetween(
+            self.order, self.matrices, self._vectors, self._products.can_scale
+        )
         device = self.like.device
         self.expert_use = ExpertUse(model, device) if routers(model) else None
         self._kind = DECODE  # of steps in which experts are counted
@@ -106,6 +111,7 @@ class KernelBackend:
         found._kind = PROMPTS if prompts else DECODE
         found._kept = self._allocate(rows, logits=logits)
         found._experts = found._expert_products(rows)
+        found._norms = self._norms.with_rows(rows)
         return found
 
     def staged_by(self, staging: Staging | None) -> "KernelBackend":
@@ -188,7 +194,9 @@ class KernelBackend:
         this launch on one SM, and the CTAs of later launches unevenly on the others.
         """
         name, staging = linear.name, self.staging
-        if linear.norm and not linear.folded:
+        if (scaled := self._norms.read(linear, x)) is not None:
+            x = scaled.rows
+        elif linear.norm and not linear.folded:
             x = self._normalize(linear.norm, x, torch.empty_like(x))
             self._pdl = False
         out = self._out(linear, len(x)) if residual is None else residual
@@ -199,7 +207,7 @@ class KernelBackend:
             residual=residual, activation=linear.activation,
             norm=linear.folded.kind if linear.folded else "none", eps=self.model.config.norm_eps,
             pdl=self._pdl and not (staging and staging.waits(name)),
-            ahead=self._ahead(name, len(x)),
+            ahead=self._ahead(name, len(x)), scaled=scaled, scales=self._norms.write(linear, out),
         )  # fmt: skip
         if staging:
             staging.release(name)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from dakrun.config import ModelConfig
-from dakrun.formats import WeightFormat
+from dakrun.formats import QuantisedRows, WeightFormat
 from dakrun.models.modules import Attention, Embedding, Linear, Matrix, Module
 from dakrun.models.operands import Operand
 
@@ -104,6 +104,23 @@ class Layer:
         yield from (self.qkv, self.attention, self.o)
         if self.feed_forward:
             yield from self.feed_forward.modules()
+
+
+def passes_on_norm(ahead: Module, behind: Module) -> bool:
+    """Whether kernels that multiply few rows by `ahead` do a part of the norm of `behind`.
+
+    It is an RMSNorm of the hidden states that no matrix takes in, since `behind` is quantised, and
+    `ahead`, right before it, is quantised too.
+    """
+    return (
+        isinstance(ahead, Linear)
+        and isinstance(behind, Linear)
+        and all(isinstance(one.format, QuantisedRows) for one in (ahead, behind))
+        and ahead.adds
+        and ahead.post_norm is None
+        and behind.norm is not None
+        and behind.norm.kind == "rms"
+    )
 
 
 class Decoder:

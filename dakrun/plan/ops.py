@@ -12,6 +12,7 @@ from typing import Literal
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.formats import PACKED16, KVLayout, QuantisedRows, Rows, WeightFormat
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, first_row, row_block_count
+from dakrun.models.decoder import passes_on_norm
 from dakrun.models.experts import Experts
 from dakrun.models.families import decoder_of
 from dakrun.models.modules import Linear, Matrix
@@ -33,7 +34,8 @@ class Op:
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
     them (slot_parts), rounded to whole blocks. `matrix` is the first layer's, stored in `format`.
     An element of activations has `element_bytes`. A linear op that is `normed` has a norm ahead of
-    it. Of experts `chances` has the chance that a step reads each, in the order of the units.
+    it; with `norm_between` that is a part of the products around it, if rows are few. Of experts
+    `chances` has the chance that a step reads each, in the order of the units.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Op:
     format: WeightFormat | None = None
     kv_blocks: int = 0
     normed: bool = False
+    norm_between: bool = False
     chances: tuple[float, ...] = ()
     matrix: Matrix | None = field(default=None, compare=False, repr=False)
 
@@ -206,6 +209,8 @@ def decode_ops(
     for before, linear in itertools.pairwise(linears):
         if before.post_norm and linear.layer is not None:
             normed.add(linear.op)
+    multiplied = [module for module in decoder.modules() if isinstance(module, Linear | Experts)]
+    between = {two.op for one, two in itertools.pairwise(multiplied) if passes_on_norm(one, two)}
     found = []
     for name, modules in decoder.ops.items():
         module = modules[0]
@@ -220,7 +225,12 @@ def decode_ops(
                 length=workload.mean_kv_len,
                 positions=kept_positions(workload),
             )
-        found.append(replace(op, layers=len(modules), in_layer=module.layer is not None))
+        found.append(
+            replace(
+                op, layers=len(modules), in_layer=module.layer is not None,
+                norm_between=name in between,
+            )
+        )  # fmt: skip
     return tuple(found)
 
 

@@ -6,6 +6,7 @@ native/gemm.md describes the kernels.
 """
 
 from dakrun.kernels.gemm.packed_matrix import addresses
+from dakrun.kernels.gemm.scaled_rows import ScaledRows, factor_of
 from dakrun.kernels.gemm.splitk import (
     NORMS,
     FusedNorm,
@@ -25,8 +26,10 @@ __all__ = [
     "NORMS",
     "FusedNorm",
     "HalvesWorkspace",
+    "ScaledRows",
     "StreamKWorkspace",
     "addresses",
+    "factor_of",
     "look_ahead",
     "row_blocks_by_tier",
     "splitk_gemm",

@@ -20,6 +20,7 @@ from dakrun.geometry import (
 from dakrun.hardware import LOCAL, Card
 from dakrun.kernels.gemm import splitk as gemm
 from dakrun.kernels.gemm import tiled as tiled_gemm
+from dakrun.kernels.gemm.scaled_rows import ScaledRows
 from dakrun.kernels.gemm.splitk import FusedNorm
 from dakrun.kernels.normalize import normalize
 from dakrun.kernels.runtime.card import card_of
@@ -97,12 +98,16 @@ class Products:
         activation: Activation = "none",
         norm: FusedNorm = "none",
         eps: float = 0.0,
+        scaled: ScaledRows | None = None,
+        scales: ScaledRows | None = None,
         pdl: bool = False,
         ahead: torch.Tensor | None = None,
     ) -> None:
         """out [N, M] = activation(norm(x) W^T + bias) + residual; `residual` may be `out` itself.
 
         `accesses` has the limits of reading each part of W. The norm has no weight and no bias.
+        Where the weight and the rows allow (can_scale), `scaled` has a part of a whole RMSNorm that
+        its rows, x, lack, and a part of the next one goes to `scales` (gemm.splitk_gemm).
         With `pdl` the launch may start while its predecessor ends. `ahead` may be prefetched into
         L2 for a later product.
         """
@@ -132,8 +137,14 @@ class Products:
                 gemm.splitk_gemm(
                     part, weight, config, to, bias=bias, residual=added,
                     activation=activation, pdl=pdl, norm=norm, eps=eps, ahead=ahead,
+                    scaled=None if scaled is None else scaled.of(rows),
+                    scales=None if scales is None else scales.of(rows),
                     workspace=self._halves_workspace(config),
                 )  # fmt: skip
+
+    def can_scale(self, n: int, weight: TieredMatrix) -> bool:
+        """Whether a product of `n` rows takes and writes ScaledRows."""
+        return bool(weight.format.macros) and self.kernel_for(n, weight) == "splitk"
 
     def ahead(
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]

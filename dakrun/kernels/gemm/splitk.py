@@ -24,9 +24,11 @@ from dakrun.geometry import (
     TILE_ROW_BLOCKS,
     UNIT_ATOMS,
     UNIT_COLS,
+    row_block_count,
 )
 from dakrun.hardware import LOCAL
 from dakrun.kernels.gemm.packed_matrix import addresses, atom_count
+from dakrun.kernels.gemm.scaled_rows import ScaledRows, check_scaled
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder, address, fields, ints, pointers
@@ -72,6 +74,9 @@ class _Args(ctypes.Structure):
         *ints("half_atoms"),
         *pointers("arrivals", "partials", "ahead"),
         *ints("ahead_bytes", "k_shares"),
+        *pointers("x_squares", "squares", "next_weight", "scaled"),
+        *fields(ctypes.c_float, "x_factor", "next_factor"),
+        *ints("x_row_blocks"),
     )
 
 
@@ -107,6 +112,8 @@ def splitk_gemm(
     activation: Activation = "none",
     norm: FusedNorm = "none",
     eps: float = 0.0,
+    scaled: ScaledRows | None = None,
+    scales: ScaledRows | None = None,
     workspace: HalvesWorkspace | None = None,
     pdl: bool = False,
     ahead: torch.Tensor | None = None,
@@ -124,7 +131,9 @@ def splitk_gemm(
     With `pdl` the launch may start while its predecessor ends, and reads weights meanwhile.
     `ahead`, uint8 1-D in the GPU's own memory, is prefetched into L2 as this launch ends. Halves of
     K need a `workspace` and no norm. A W of fewer than 16 bits needs at most
-    SPLITK_UNITS_MAX_ROWS rows of x, and no norm.
+    SPLITK_UNITS_MAX_ROWS rows of x, and no norm: it may have a part of an RMSNorm. If `scaled` is
+    given, x is its `rows`, and the norm, with `eps`, is applied to what they were before. `scales`
+    are written, from the rows of out.
     Raises ValueError if an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]
@@ -146,6 +155,8 @@ def splitk_gemm(
             f"expected at most {SPLITK_UNITS_MAX_ROWS} rows of x and no norm for "
             f"{weight.format.name} weights, got {n} rows and norm {norm}"
         )
+    if scaled is not None or scales is not None:
+        check_scaled(x, weight, out, scaled, scales)
     atoms = atom_count(k, weight.format)
     used = zip(config.splits, config.rings, strict=True)
     common = math.gcd(*(ring.atoms for split, ring in used if split.row_blocks))
@@ -169,7 +180,13 @@ def splitk_gemm(
         k_shares=config.k_shares,
         arrivals=0 if workspace is None else workspace.arrivals.data_ptr(),
         partials=0 if workspace is None else workspace.partials.data_ptr(),
+        x_row_blocks=row_block_count(k),
     )
+    if scaled is not None:
+        args.x_squares, args.x_factor = scaled.squares.data_ptr(), 1 / scaled.factor
+    if scales is not None:
+        args.squares, args.scaled = scales.squares.data_ptr(), scales.rows.data_ptr()
+        args.next_weight, args.next_factor = scales.weight.data_ptr(), scales.factor
     args.x[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), ROWS_PER_BLOCK * config.x_tiles, x_atoms)
     _set_tiers(args, weight, config, atoms)
     if ahead is not None:
