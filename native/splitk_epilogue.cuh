@@ -76,7 +76,11 @@ struct Epilogue {
         pairs[i] = relu(pairs[i]);
     }
     if (args.residual) add_residual(pairs);
-    store_pairs(args.y, pairs);
+    if (args.m % 2 == 0) {
+      store_pairs<true>(pairs);
+    } else {
+      store_pairs<false>(pairs);
+    }
     if (kHasUnits && args.scaled) store_scaled(pairs);
   }
 
@@ -147,23 +151,18 @@ struct Epilogue {
       const float2 weight = unpacked(next_weight[i % 2]);
       pairs[i] = {y.x * (weight.x * args.next_factor), y.y * (weight.y * args.next_factor)};
     }
-    store_pairs(args.scaled, pairs);
-  }
-  __device__ __forceinline__ void store_pairs(Element* to,
-                                              const float2 (&pairs)[kPairsOfThread]) const {
     if (args.m % 2 == 0) {
-      store_pairs<true>(to, pairs);
+      store_pairs<true, true>(pairs);
     } else {
-      store_pairs<false>(to, pairs);
+      store_pairs<false, true>(pairs);
     }
   }
   // `aligned`: both elements of a pair are written at once.
-  template <bool aligned>
-  __device__ __forceinline__ void store_pairs(Element* to,
-                                              const float2 (&pairs)[kPairsOfThread]) const {
+  template <bool aligned, bool scaled = false>
+  __device__ __forceinline__ void store_pairs(const float2 (&pairs)[kPairsOfThread]) const {
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++) {
-      Element* const y = to + offset(i, args.m) + w_row(i);
+      Element* const y = (scaled ? args.scaled : args.y) + offset(i, args.m) + w_row(i);
       if (aligned) {
         if (exists(i)) *reinterpret_cast<uint32_t*>(y) = packed(pairs[i].x, pairs[i].y);
       } else {
@@ -180,7 +179,9 @@ struct Epilogue {
     for (int j = 0; j < 2; j++) {
       bias[j] = 0;
       if (args.bias && j < row_blocks && w_row(j) < args.m) bias[j] = load<aligned>(args.bias, j);
-      if (!kHasUnits) continue;
+    }
+#pragma unroll
+    for (int j = 0; kHasUnits && j < 2; j++) {
       next_weight[j] = 0;
       if (args.next_weight && j < row_blocks && w_row(j) < args.m)
         next_weight[j] = load<aligned>(args.next_weight, j);

@@ -10,10 +10,11 @@
 // The product behind it adds up these sums.
 #pragma once
 
-#include "cta_reduce.cuh"
 #include "splitk_gemm.cuh"
 
 #if CODE
+#include "cta_reduce.cuh"
+
 // The factors for the accumulators of X's rows, in shared memory.
 struct Moments {
   float factors[kXRows];
