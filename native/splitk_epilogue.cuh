@@ -1,5 +1,5 @@
-// The epilogue of SplitK_GEMM: Y = activation(scale * accumulators + bias) + residual. With units also
-// the first half of the RMSNorm behind Y: Y * weight, and sums of squares of each row block.
+// The epilogue of SplitK_GEMM: Y = activation(scale * accumulators + bias) + residual. With units
+// also the first half of the RMSNorm behind Y: Y * weight, and sums of squares of each row block.
 #pragma once
 
 #include "splitk_norm.cuh"

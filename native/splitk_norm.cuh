@@ -5,9 +5,9 @@
 // All of X passes through shared memory for a CTA's first group. The first warpgroup then adds up
 // its rows and their squares, in an order that depends on K alone.
 //
-// A W of 4 or 8 bits cannot take in the weight g of an RMSNorm. The product ahead of the norm does, and
-// writes round(y) * g * 2^-k beside y, with the sum of y^2 of each row block (splitk_epilogue.cuh).
-// The product behind it adds up these sums.
+// A W of 4 or 8 bits cannot take in the weight g of an RMSNorm. The product ahead of the norm does,
+// and writes y * g * 2^-k beside y, with the sum of y^2 of each row block (splitk_epilogue.cuh). The
+// product behind it adds up these sums.
 #pragma once
 
 #include "splitk_gemm.cuh"

@@ -48,7 +48,7 @@ MIXTURE_STEPS = {1: 2.724, 8: 7.778, 64: 20.47}
 # Microseconds of its norm, router, gate-up and down in one layer on an H100, by rows.
 H100_LAYERS = {1: 45.0, 8: 190.0, 64: 444.0}
 # Milliseconds of steps of 8 rows on the H200, by model and format, and how far predictions are off
-# at most.
+# at most. They were measured when each norm ahead of a quantized weight was a launch of its own.
 QUANTIZED_STEPS: dict[tuple[str, str, Dtype], tuple[float, float]] = {
     ("qwen3-8b", "fp8", "float16"): (2.779, 0.06),
     ("llama-3-70b", "awq", "float16"): (14.785, 0.07),
@@ -95,9 +95,28 @@ def test_a_card_of_less_bandwidth(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "format", "dtype"), QUANTIZED_STEPS)
-def test_steps_of_quantized_models(model: str, format: str, dtype: Dtype) -> None:
+def test_steps_of_quantized_models(
+    model: str, format: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ms, off = QUANTIZED_STEPS[model, format, dtype]
+    monkeypatch.setattr("dakrun.plan.ops.passes_on_norm", lambda *_: False)
     assert 1e3 * step(model, format, dtype, 8).predicted_s == pytest.approx(ms, rel=off)
+
+
+@pytest.mark.parametrize(("n", "launched"), [(8, False), (16, False), (17, True)])
+def test_norms_between_quantized_products_of_few_rows_are_no_launches(
+    n: int, launched: bool
+) -> None:
+    """They take as long as those that matrices of 16 bits take in."""
+    found, dense = (
+        {op.op.name: norm_time(op.op, H200) for op in step("llama-3-8b", format, "float16", n).ops}
+        for format in ("awq", "auto")
+    )
+    assert found["o"] == found["down"] == 0 and found["lm_head"] == dense["lm_head"]
+    late = H200.kernel_model.late_start_seconds
+    for name in ("qkv", "gate_up"):
+        assert (found[name] == dense[name]) is not launched
+        assert (found[name] > dense[name] + late) is launched
 
 
 def test_measured_costs_take_the_place_of_estimates() -> None:

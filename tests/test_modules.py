@@ -1,5 +1,6 @@
 """Models whose layers differ: planner, loader and runner walk whatever modules there are."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from planned import known
 from safetensors.torch import load_file, save_file
 
 from dakrun import LLM, SamplingParams
@@ -23,6 +25,9 @@ from dakrun.models import (
     families,
     known_model,
 )
+from dakrun.models.decoder import passes_on_norm
+from dakrun.models.experts import Experts
+from dakrun.models.hub import in_format
 from dakrun.models.llama import gated, llama
 from dakrun.models.operands import HeadOrder
 from dakrun.plan import Policy
@@ -156,3 +161,30 @@ def test_rows_that_rope_rotates_together_are_half_a_head_apart(
         some = order.runs(slice(start, start + 16))
         got = [row for run in some for row in range(run.start, run.stop)]
         assert got == [*found, *range(rows + 8, rows + 16)][start : start + 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "wanted"),
+    [
+        ("llama-3-8b", "awq", {("o", "gate_up"), ("down", "qkv")}),
+        ("llama-3-8b", "auto", set()),  # matrices take norms in
+        ("opt-6.7b", "fp8", set()),  # LayerNorms
+        ("qwen3-30b-a3b", "awq", set()),
+        (
+            "glm-4.5-air", "fp8",
+            {("o", "gate_up"), ("o", "shared_gate_up"), ("shared_down", "qkv"), ("down", "qkv")},
+        ),
+    ],
+)  # fmt: skip
+def test_norms_that_are_a_part_of_products(
+    name: str, format: str, wanted: set[tuple[str, str]]
+) -> None:
+    model = families.decoder_of(in_format(known(name), format))
+    order = [one for one in model.modules() if isinstance(one, Linear | Experts)]
+    pairs = [pair for pair in itertools.pairwise(order) if passes_on_norm(*pair)]
+    assert {(one.op, two.op) for one, two in pairs} == wanted
+    if name == "llama-3-8b" and wanted:  # all but the first layer's, and the lm_head's
+        assert len(pairs) == 2 * model.config.num_layers - 1
+        _, (o, gate_up), *_ = itertools.pairwise(order)
+        o.format = model.config.weight_format
+        assert not passes_on_norm(o, gate_up), "in 16 bits it writes no scaled rows"
