@@ -40,7 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ROWS = {"copy": 256, "chat": 64, "random": 64}
-NEW = {"copy": 96, "chat": 192, "random": 48}  # new tokens at most
+NEW = {"copy": 96, "chat": 128, "random": 48}  # new tokens at most
 RANDOM_PROMPT = 128
 TEMPERATURE = 1.0  # of the requests of random ids: likeliest answers to them repeat themselves
 
