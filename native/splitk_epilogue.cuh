@@ -10,13 +10,14 @@
 // registers allow, to hide their latency.
 struct Epilogue {
   static constexpr bool kEarlyResidual = TILES <= 4 && !NORM;
+  static constexpr bool kEarlyWeight = kHasUnits && !(kMixes && TILES > 1);  // of the norm behind Y
   static constexpr int kPairsOfThread = 2 * TILES;  // pair 2i + j: row n + 8i of Y, row block j
 
   const SplitKGemmArgs& args;
   const int m, n;  // of the first pair: row of W, row of X
   const int row_blocks;
   uint32_t bias[2], residual[kEarlyResidual ? kPairsOfThread : 1];
-  uint32_t next_weight[2];  // of the norm behind Y; with units
+  uint32_t next_weight[2];  // with kEarlyWeight
 
   // For the warp's two row blocks, from row `first_row` of W on, of which `row_blocks` exist.
   __device__ __forceinline__ Epilogue(const SplitKGemmArgs& args, int first_row, int row_blocks)
@@ -28,6 +29,7 @@ struct Epilogue {
 #pragma unroll
       for (uint32_t& pair : residual)
         pair = 0;
+      next_weight[0] = next_weight[1] = 0;
     }
     if (args.m % 2 == 0) {
       load_early<true>();
@@ -53,7 +55,7 @@ struct Epilogue {
     for (int j = 0; j < 2; j++)
       bias[j] = of.bias[j];
 #pragma unroll
-    for (int j = 0; kHasUnits && j < 2; j++)
+    for (int j = 0; kEarlyWeight && j < 2; j++)
       next_weight[j] = of.next_weight[j];
 #pragma unroll
     for (int i = 0; kEarlyResidual && i < kPairsOfThread; i++)
@@ -138,6 +140,8 @@ struct Epilogue {
   // have a row's pairs of a row block.
   __device__ __forceinline__ void store_scaled(float2 (&pairs)[kPairsOfThread]) const {
     const int stride = squares_stride((args.m + kRowsPerBlock - 1) / kRowsPerBlock);
+    uint32_t weights[2] = {next_weight[0], next_weight[1]};
+    if (!kEarlyWeight) load_weight<false>(weights);
 #pragma unroll
     for (int i = 0; i < kPairsOfThread; i++) {
       float2 y = unpacked(packed(pairs[i].x, pairs[i].y));
@@ -148,7 +152,7 @@ struct Epilogue {
       sum += __shfl_xor_sync(0xffffffff, sum, 16);
       if (exists(i) && w_row(i) % kRowsPerBlock == 0)
         args.squares[x_row(i) * stride + w_row(i) / kRowsPerBlock] = sum;
-      const float2 weight = unpacked(next_weight[i % 2]);
+      const float2 weight = unpacked(weights[i % 2]);
       pairs[i] = {y.x * (weight.x * args.next_factor), y.y * (weight.y * args.next_factor)};
     }
     if (args.m % 2 == 0) {
@@ -180,13 +184,16 @@ struct Epilogue {
       bias[j] = 0;
       if (args.bias && j < row_blocks && w_row(j) < args.m) bias[j] = load<aligned>(args.bias, j);
     }
-#pragma unroll
-    for (int j = 0; kHasUnits && j < 2; j++) {
-      next_weight[j] = 0;
-      if (args.next_weight && j < row_blocks && w_row(j) < args.m)
-        next_weight[j] = load<aligned>(args.next_weight, j);
-    }
+    if (kEarlyWeight && args.next_weight) load_weight<aligned>(next_weight);
     if (kEarlyResidual && args.residual) load_residual<aligned>(residual);
+  }
+  template <bool aligned>
+  __device__ __forceinline__ void load_weight(uint32_t (&to)[2]) const {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      to[j] = 0;
+      if (j < row_blocks && w_row(j) < args.m) to[j] = load<aligned>(args.next_weight, j);
+    }
   }
   template <bool aligned, int pairs>
   __device__ __forceinline__ void load_residual(uint32_t (&to)[pairs], int first = 0) const {
