@@ -215,7 +215,7 @@ profile_option = option(
     default="auto",
     metavar="auto|NAME|FILE",
     help="Hardware to plan for: a shipped profile, a .toml file, or (auto) this machine; generate "
-    "and bench measure a GPU that has no profile in the cache.",
+    "and bench first measure what the cache lacks of a GPU for their model.",
 )
 
 ray_options = together(
