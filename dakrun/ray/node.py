@@ -29,9 +29,11 @@ def load_on_node(model: str, run: RunOptions, *, memory_sharers: int = 1) -> LLM
     """
     profile = run.profile
     if profile == "auto":
+        config, _ = find_model(model, run.dtype, run.load_format, run.format)
         with _one_at_a_time():
-            kinds = cost_kinds(find_model(model, run.dtype, run.load_format, run.format)[0])
-            profile = kept_or_measured(measured_device(run.device), kinds, lambda _: None)
+            profile = kept_or_measured(
+                measured_device(run.device), cost_kinds(config), lambda _: None
+            )
     sharing = min(memory_sharers, _room_for())
     policy = _part_of(run.policy, sharing, measured_device(run.device))
     return LLM(model, run=replace(run, profile=profile, policy=policy))
