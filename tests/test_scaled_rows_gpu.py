@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import emulated
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from dakrun.formats.device_layout import Quantised
 from dakrun.geometry import row_block_count
-from dakrun.kernels.gemm import ScaledRows, splitk_gemm
+from dakrun.kernels.gemm import ScaledRows, factor_of, splitk_gemm
 
 # An inner module, whose tensor maps are replaced.
 from dakrun.kernels.gemm import splitk as gemm
@@ -50,6 +51,7 @@ class Layers:
         self.norms = [
             size * (normal(hidden, dtype=dtype, device=str(device)).abs() + 0.2) for size in sizes
         ]
+        self.factors = [factor_of(norm) for norm in self.norms]  # which a graph cannot read
 
     def _matrix(
         self, layout: Quantised, m: int, k: int, dtype: torch.dtype, device: torch.device
@@ -74,8 +76,8 @@ class Layers:
         """The same in place, by kernels. `heads` has room; the first norm is torch's."""
         n = len(x)
         qkv, o, up, down = self.matrices
-        for_qkv, for_up = (ScaledRows.empty(n, norm) for norm in self.norms)
-        for_up = ScaledRows(for_qkv.rows, for_qkv.squares, for_up.weight, for_up.factor)
+        for_qkv = ScaledRows.empty(n, self.norms[0], self.factors[0])
+        for_up = replace(for_qkv, weight=self.norms[1], factor=self.factors[1])
         joined, inner = x.new_empty(n, qkv.shape[0]), x.new_empty(n, down.shape[1])
         scaled = None
         first = rms_norm(x, self.norms[0], EPS)
