@@ -102,9 +102,9 @@ class Kernels:
             x: torch.Tensor, weight: TieredMatrix, config: Any, out: torch.Tensor, *,
             bias: torch.Tensor, residual: torch.Tensor, workspace: Any, pdl: bool,
             activation: str, norm: str = "none", eps: float = 0.0,
-            ahead: torch.Tensor | None = None,
+            ahead: torch.Tensor | None = None, scaled: None = None, scales: None = None,
         ) -> None:  # fmt: skip
-            assert activation == "none" and ahead is None
+            assert activation == "none" and ahead is None and scaled is None and scales is None
             assert pdl
             self.launched.append((by, len(x), norm))
             self.workspaces.append(workspace)
