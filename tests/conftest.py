@@ -2,6 +2,9 @@
 gives every test an empty cache folder; prints what the compiler said of the kernels.
 
 torch is imported only if such tests were collected: the pure tests start without it.
+
+On a GPU: `pytest -m "gpu and not alone" -n 14`, then `pytest -m "gpu and alone"`, one by one:
+tests marked `alone` need the GPU's bandwidth, memory or time for themselves.
 """
 
 import gc

@@ -381,6 +381,7 @@ def test_a_sweep_without_a_gpu(launched: Launched, monkeypatch: pytest.MonkeyPat
     assert len(launched) == 6 * 4
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = sweep(

@@ -532,6 +532,7 @@ def test_too_little_memory(
     assert "smaller shapes" in problem.value.hint
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = sweep(
@@ -551,6 +552,7 @@ def test_a_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.cuda.memory_allocated() < taken + 128 * MIB, "the buffers are given back"
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_activations_stay_finite() -> None:
     some = case((32, 32), operand=Weight(512, 512, n=8), launches=100)

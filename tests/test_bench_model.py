@@ -538,6 +538,7 @@ def test_memory_that_runs_out(
     refused(run(*tiny), 3, "memory ran out: no more", "smaller batches")
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_small_model_on_two_gpus() -> None:
     peer = readable_peer()
@@ -554,6 +555,7 @@ def test_a_small_model_on_two_gpus() -> None:
         assert 0 < row["limit_over_time"] < 1.2 and 0 < row["eb_total_over_ceiling"] < 1.2
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_small_model_on_a_gpu() -> None:
     wanted = sweep(

@@ -104,6 +104,7 @@ def test_it_is_for_mixtures() -> None:
         sweep(rival="on-demand")
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [0.1, 0.3])
 @torch.inference_mode()

@@ -164,6 +164,7 @@ def test_logits_equal_those_of_the_resident_model(
             assert torch.equal(model(ids).logits, whole(ids).logits)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "count"),

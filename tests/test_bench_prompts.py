@@ -248,6 +248,7 @@ def test_flashinfer_is_no_rival_of_models() -> None:
     refused(run("--model", "opt-125m", "--rival", "flashinfer"), 2, said, "transformers, prefetch")
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [100, 512])
 def test_prompts_on_a_gpu(length: int) -> None:

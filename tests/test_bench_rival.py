@@ -57,6 +57,7 @@ def test_the_median_of_all_steps(by: str, new_tokens: int, monkeypatch: pytest.M
     assert found.seconds == 0.2 and 0.5 <= found.ratio < 1
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["opt-like-125m", "llama-gqa3-tied"])
 @pytest.mark.parametrize(("by", "ratio"), [("prefetch", 0.0), ("prefetch", 0.5), ("uva", 0.5)])

@@ -328,6 +328,7 @@ def test_a_run_over_several_sittings_is_of_one_card(
     assert read_run(tmp_path)["commit"] == "abc1, abc2"
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_card_has_a_name_of_its_own() -> None:
     from dakrun.lab.evaluate.run import facts
@@ -714,6 +715,7 @@ def test_link_traffic_is_the_time_of_a_launch_that_the_link_limits(
         assert found.link_bytes == (found.remote_bytes * 512 / 64 if limited else None)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_link_traffic_is_what_the_tiles_ask_for() -> None:
     here, device = scope(), torch.device("cuda", torch.cuda.current_device())

@@ -228,6 +228,7 @@ def test_articles_on_the_page(tmp_path: Path) -> None:
 # --- on a GPU
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_batches_on_a_gpu(tmp_path: Path) -> None:
     """Every point of the quick sweep has a time."""
@@ -237,6 +238,7 @@ def test_batches_on_a_gpu(tmp_path: Path) -> None:
     assert len(found) > 10 and all(row["seconds"] and not row["problem"] for row in found)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_parts_on_a_gpu(tmp_path: Path) -> None:
     """Every part of the step has a time."""

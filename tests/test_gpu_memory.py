@@ -16,7 +16,7 @@ from dakrun.llm import LLM
 from dakrun.memory.limits import pci_address
 from dakrun.plan import Policy
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GIB = 1 << 30
 POLL_SECONDS = 0.002

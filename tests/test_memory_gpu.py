@@ -21,7 +21,7 @@ from dakrun.memory.device import in_order
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.memory.tiers import allocate_tiers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 HOST_TYPE, DEVICE_TYPE = 1, 2  # cudaMemoryTypeHost, cudaMemoryTypeDevice

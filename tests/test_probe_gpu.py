@@ -249,6 +249,7 @@ def with_clusters() -> None:
         pytest.skip("the card has no clusters")
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.cuda.mem_get_info()[0]
@@ -291,6 +292,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.cuda.mem_get_info()[0] > before - 600 * MIB, "the buffers are given back"
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_readers_side_by_side(kept: None) -> None:
     data = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
@@ -301,6 +303,7 @@ def test_readers_side_by_side(kept: None) -> None:
     assert all(rate > 0 for rate in read_window([reader, shared], 0.001))
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("chunks", [0, 1, 6, 7, 8, 23])
@@ -319,6 +322,7 @@ def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> 
         assert sink.tolist() == [sum(firsts[cta::ctas]) for cta in range(ctas)]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("chunks", [1, 3, 4, 9])
@@ -329,6 +333,7 @@ def test_a_launch_in_clusters(kept: None, with_clusters: None, size: int, chunks
     torch.cuda.synchronize()
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_launch_that_the_driver_refuses(kept: None, with_clusters: None) -> None:
     data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 COUNT = 400
 COMMAND = [sys.executable, "-c", "from dakrun.cli import main; main()", "generate"]
 # After some steps a kernel writes where there is no memory.
