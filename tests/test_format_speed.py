@@ -8,6 +8,7 @@ from tools import format_speed
 from tools.format_speed import FORMATS, ROWS, SHAPES, Bench, bar
 
 from dakrun.kernels.gemm import splitk, tiled
+from dakrun.kernels.runtime import card_of
 from dakrun.memory.matrix import TieredMatrix
 
 SHAPE = 64, 256
@@ -69,3 +70,17 @@ def test_variants_and_bars() -> None:
         ("int8", (4096, 4096), 512), ("16 bits", (4096, 4096), 8),
     )]  # fmt: skip
     assert bars == pytest.approx([0.30, 0.48, 0.38, 0.62, None, 0.70, 1.10, None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4 g128", "int4 zeros", "nvfp4", "fp8 block", "fp8 chan."])
+def test_products_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels for few and for many rows, against float64."""
+    monkeypatch.setattr(format_speed, "CHAIN_BYTES", 1)
+    monkeypatch.setattr(format_speed, "LEAST_WEIGHTS", 1)
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    bench = Bench(torch.float16, device, card_of(device))
+    (weight,) = bench.weights(FORMATS[name], (1096, 520))
+    xs = [torch.randn(n, 520, dtype=torch.float16, device=device) for n in (3, 13, 70)]
+    bench.check(name, weight, xs)
