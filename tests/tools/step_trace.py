@@ -1,0 +1,119 @@
+"""Runs a dakrun command under torch's profiler and shows the kernels of a decode step, in order.
+
+    python tests/tools/step_trace.py -- bench --model opt-6.7b --ratio 0 --batch-size 8
+
+For each kernel of the middle layer: us that it ran, its gap to the end of the kernel before, and
+us from that end to its own, which add up to a layer's time. Figures are medians over steps and
+layers. What is outside layers follows. The gap of a step's first kernel is that between steps.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from torch.profiler import ProfilerActivity, profile
+
+from dakrun.cli.main import main as dakrun
+
+
+class Kernel(NamedTuple):
+    """A launch: us that it ran, us between the end of the kernel before and its start, and CTAs."""
+
+    name: str
+    duration: float
+    gap: float
+    grid: str
+
+
+def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+    """The kernels among the events of a Chrome trace, in the order of their starts."""
+    found, end = list[Kernel](), 0.0
+    for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"]):
+        name, grid = re.sub(r"^void |[<(].*", "", event["name"]), event["args"]["grid"]
+        gap = event["ts"] - end if found else 0.0
+        found.append(Kernel(name, event["dur"], gap, "x".join(map(str, grid))))
+        end = event["ts"] + event["dur"]
+    return found
+
+
+def steps_of(launched: Sequence[Kernel], first: str) -> list[Sequence[Kernel]]:
+    """The last 12 steps with the most common kernels; a step begins where a name begins so."""
+    starts = [i for i, kernel in enumerate(launched) if kernel.name.startswith(first)]
+    steps = [launched[a:b] for a, b in zip(starts, [*starts[1:], len(launched)], strict=False)]
+    names = [tuple(kernel.name for kernel in step) for step in steps]
+    most = Counter(names).most_common(1)
+    return [step for step, of in zip(steps, names, strict=True) if of == most[0][0]][-12:]
+
+
+def layers_of(names: Sequence[str]) -> list[range]:
+    """The places of a step's layers: the kernels that repeat over its longest stretch.
+
+    Of what may be a layer's first kernel, that with most layers, then the first. Empty if none.
+    """
+    longest, begin, length = 0, 0, 0
+    for size in range(1, len(names) // 2 + 1):
+        run = 0
+        for i in range(size, len(names)):
+            run = run + 1 if names[i] == names[i - size] else 0
+            if run >= size and run + size > longest:
+                longest, begin, length = run + size, i + 1 - run - size, size
+    found = [_places(names, names[i : i + length]) for i in range(begin, begin + length)]
+    return max(found, key=lambda places: (len(places), -places[0].start), default=[])
+
+
+def _places(names: Sequence[str], layer: Sequence[str]) -> list[range]:
+    places = list[range]()
+    for i in range(len(names)):
+        if names[i : i + len(layer)] == layer and (not places or i >= places[-1].stop):
+            places.append(range(i, i + len(layer)))
+    return places
+
+
+def lines(steps: Sequence[Sequence[Kernel]]) -> list[str]:
+    """The table of steps with the same kernels."""
+    layers = layers_of([kernel.name for kernel in steps[0]])
+    outside = [(i,) for i in range(len(steps[0])) if not any(i in layer for layer in layers)]
+    found = [f"{len(steps)} steps; {len(layers)} layers, and {len(outside)} kernels outside them"]
+    found += [f"{'':32s} {'CTAs':>12s} {'us':>9s} {'gap':>9s} {'to end':>9s}"]
+    for title, places in (("a layer", zip(*layers, strict=True)), ("outside layers", outside)):
+        total = 0.0
+        for place in places:
+            middle = steps[0][place[len(place) // 2]]
+            of = [step[i] for step in steps for i in place]
+            times = [(kernel.duration, kernel.gap, kernel.gap + kernel.duration) for kernel in of]
+            us, gap, end = map(statistics.median, zip(*times, strict=True))
+            found += [f"{middle.name[:32]:32s} {middle.grid:>12s} {us:9.2f} {gap:9.2f} {end:9.2f}"]
+            total += end
+        found.append(f"{'sum of ' + title:65s} {total:9.2f}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Show the kernels of a decode step.")
+    parser.add_argument("--first", default="embed", help="what a step's first kernel is called")
+    parser.add_argument("command", nargs="+", help="of dakrun, behind --")
+    given = parser.parse_args()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        try:
+            dakrun(given.command, prog_name="dakrun")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    with tempfile.TemporaryDirectory() as folder:
+        profiled.export_chrome_trace(path := f"{folder}/trace.json")
+        events = json.loads(Path(path).read_text())["traceEvents"]
+    if not (steps := steps_of(kernels(events), given.first)):
+        sys.exit(f"no kernel is called {given.first}...; hint: --first, and a command that runs")
+    click.echo("\n".join(lines(steps)))
+
+
+if __name__ == "__main__":
+    main()
