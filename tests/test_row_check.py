@@ -58,6 +58,18 @@ def test_reasons_are_counted_and_the_first_of_each_is_named(
     assert "about 8750 tokens by its characters, but only 19" in too_long
 
 
+def test_bad_words_with_half_a_surrogate_pair_are_named(make: Callable[..., Path]) -> None:
+    for line in (
+        {"prompt": "a", "bad_words": ["fine", "b\ud800"]},
+        {"custom_id": "x", "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": "a", "bad_words": ["b\ud800"]}},
+    ):  # fmt: skip
+        checked = check_rows(open_reader(make(json.dumps(line))), EstimatedRules())
+        assert checked is not None
+        (error,) = checked[1].errors
+        assert error.message == "a bad word has half a surrogate pair at character 2"
+
+
 def test_a_check_in_words() -> None:
     assert str(RowCheck(1, True, (), frozenset(), (), 3, 5)) == "all of 1 row can run"
     assert str(RowCheck(7, False, (), frozenset(), (), 3, 5)) == "all of the first 7 rows can run"
@@ -98,14 +110,24 @@ def test_standard_input_is_a_file_of_plan(source: Path) -> None:
     assert piped.exit_code == 0, piped.stderr
     assert json.loads(piped.stdout) == json.loads(plan(str(source), "--json").stdout)
     assert "-: predicted " in plan("-", text="a prompt\n").stdout
-    empty = plan("-", text="")
-    assert empty.exit_code == 2 and empty.stderr.startswith("error: -: has no rows\n")
     array = plan("-", text="[\n")
     assert array.exit_code == 2
     assert array.stderr.startswith("error: standard input: a JSON array, not one JSON object")
     utf16 = plan("-", text="\0a")
     assert utf16.exit_code == 2
     assert utf16.stderr.startswith("error: standard input: not UTF-8, but UTF-16 or binary\n")
+
+
+def test_a_file_without_rows_changes_no_plan() -> None:
+    empty = plan("-", text="\n\n")
+    assert empty.exit_code == 0 and "there are no rows" in empty.stdout, empty.output
+    shown = json.loads(plan("-", "--json", text="").stdout)
+    assert (shown.pop("run"), shown.pop("rows")["checked"]) == (None, 0)
+    without = ["plan", "--model", "opt-125m", "--profile", "h100-sxm", "--json"]
+    assert shown == json.loads(CliRunner().invoke(main, without).stdout)
+    command = ["plan", "--model", "opt-125m", "-i", "-", "--nodes", "h100-sxm:2"]
+    nodes = CliRunner().invoke(main, command, input="")
+    assert nodes.exit_code == 2 and nodes.stderr.startswith("error: -: has no rows\n")
 
 
 def test_a_file_without_a_row_that_can_run_is_refused_with_the_reasons(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def plan(
     of the speed, and the changes that would raise it most. With -i, lengths are those of the file's
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
     the time of its run, without drafts, is predicted; rows that cannot run are counted by reason.
+    A file without rows changes nothing.
     With --speculate, the time of steps with drafts is predicted, too.
     """
     from dataclasses import replace
@@ -106,6 +107,8 @@ def plan(
         config = resolve_model(model, run.dtype, run.format)
         longest = model_len(config, run.max_model_len)
         expected, rows = _expected_run(source, params, config, model, longest)
+        if expected is None:
+            raise UsageError(f"{source}: has no rows", hint="give -i a file with prompts")
         forecast = _plan_nodes(nodes, config, run, expected)
         if as_json:
             click.echo(json.dumps(forecast.as_dict() | {"rows": rows.as_dict()}))
@@ -119,11 +122,11 @@ def plan(
         return
     config = resolve_model(model, run.dtype, run.format)
     hardware = resolve_profile(str(run.profile))
-    if source is None:
-        longest = _plan_model_len(config, prompt_len, max_tokens, run.max_model_len)
-    else:
+    if source is not None:
         longest = model_len(config, run.max_model_len)
         expected, rows = _expected_run(source, params, config, model, longest)
+    if expected is None:
+        longest = _plan_model_len(config, prompt_len, max_tokens, run.max_model_len)
     decision = replace(
         run,
         max_model_len=longest,
@@ -140,8 +143,8 @@ def plan(
     if as_json:
         note_no_kernels(hardware)
         data = overview_dict(shown)
-        if foretold is not None and rows is not None:
-            data |= {"run": vars(foretold), "rows": rows.as_dict()}
+        if rows is not None:
+            data |= {"run": foretold and vars(foretold), "rows": rows.as_dict()}
         click.echo(json.dumps(data))
         return
     from dakrun.plan.show.table import render
@@ -176,15 +179,16 @@ def _plan_nodes(
 
 def _expected_run(
     source: str, params: "SamplingParams", config: "ModelConfig", model: str, max_model_len: int
-) -> "tuple[ExpectedRun, RowCheck]":
-    """The run of a file's rows that can run, and the others. Raises UsageError if all are others.
+) -> "tuple[ExpectedRun | None, RowCheck]":
+    """The run of a file's rows that can run, and the others; no run if there are no rows.
 
+    Raises UsageError if there are rows, of which none can run.
     The tokenizer is that of a folder `model`; for other models the lengths of texts are estimated.
     """
     rules = model_rules(config, Path(model).expanduser(), max_model_len)
     expected, rows = check_source(source, params, rules)
     if not rows.rows:
-        raise UsageError(f"{source}: has no rows", hint="give -i a file with prompts")
+        return None, rows
     if not expected.requests:
         raise UsageError(
             f"{source}: no row can be run: {rows}",

@@ -56,11 +56,14 @@ class EstimatedRules(PromptRules):
     def checked_params(self, params: SamplingParams) -> SamplingParams:
         """`params`: there may be a tokenizer for their strings.
 
-        Raises BadRow for a form of the answer that no grammar can follow, and for tokens that are
-        not in the vocabulary.
+        Raises BadRow for a form of the answer that no grammar can follow, for tokens that are not
+        in the vocabulary, and for bad words that cannot be encoded.
         """
         if params.structured_outputs is not None and (why := _problem(params.structured_outputs)):
             raise BadRow("invalid_grammar", why)
+        for word in params.bad_words:
+            if isinstance(word, str):
+                check_encodable(word, "a bad word")
         check_tokens(params, self.vocab_size)
         return params
 
