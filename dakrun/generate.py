@@ -57,14 +57,21 @@ class Counts:
     def __str__(self) -> str:
         return self.summary()
 
-    def summary(self, *, can_retry: bool = True) -> str:
-        """One line for people; `can_retry` says whether --retry-failed may be given."""
+    def summary(self, *, can_retry: bool = True, retried: bool = False) -> str:
+        """One line for people.
+
+        `can_retry` says whether --retry-failed may be given, `retried` that it was: then the rows
+        that failed before and still count are not in the input.
+        """
         text = f"{counted(self.done, 'row')} done, {self.failed} failed, {self.skipped} skipped"
         if not self.done + self.failed + self.skipped:
             text += "; the input has no rows"
         if self.failed_before:
             text += f"; {self.failed_before} failed before"
-            text += ", which --retry-failed runs again" if can_retry else ""
+            if retried:
+                text += ", not in the input"
+            elif can_retry:
+                text += ", which --retry-failed runs again"
         return text
 
 

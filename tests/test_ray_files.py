@@ -384,14 +384,14 @@ def test_results_belong_to_their_rows(
     (note,) = compared("zero", "ONE", "TWO", force=True)
     assert "2 rows of the input changed" in note and "keep the results" in note
     assert compared("zero", "one", "two") == []
-    assert compared("zero", "one") == ["1 row of the output are not in the input: they stay"]
+    assert compared("zero", "one") == ["1 row of the output is not in the input: it stays"]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
     with ResultParts(str(out), form=form, resume=True) as parts:
         parts.write([result(3)])  # killed before its digest was written
     assert compared("zero", "one", "two", "three") == [
-        "1 row of the output are taken as results of this input: it is not known which prompts "
-        "they are of"
+        "1 row of the output is taken as the result of a row of this input: it is not known which "
+        "prompt it is of"
     ]
     with ResultParts(str(out), form=form, overwrite=True) as parts:
         parts.write([result(0)])

@@ -13,7 +13,7 @@ from dakrun.cli import main
 from dakrun.demo import MODEL
 from dakrun.errors import CannotRun
 from dakrun.requests import InputRow, ResultWriter, RowError, digests_path
-from dakrun.requests.row_digests import RowDigests, json_digest
+from dakrun.requests.row_digests import Comparison, RowDigests, json_digest
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,8 @@ def test_force_keeps_old_answers_and_appended_rows_always_run() -> None:
     old = texts()["line-1"]
     Path("p.txt").write_text("nine plus nine =\nsix plus two =\n")
     result = run("--resume", "--force")
-    assert result.exit_code == 0 and "keep the results of the old ones" in result.stderr
+    assert result.exit_code == 0
+    assert "the results were written: it keeps the result of the old one (--force)" in result.stderr
     assert texts()["line-1"] == old and set(texts()) == {"line-1", "line-2"}
 
 
@@ -136,7 +137,7 @@ def test_rows_that_the_input_lacks_and_results_without_a_digest_are_counted() ->
     Path("p.txt").write_text("one plus two =\n")
     result = run("--resume")
     assert result.exit_code == 0
-    assert "1 row of the output are not in the input" in result.stderr
+    assert "1 row of the output is not in the input: it stays\n" in result.stderr
     assert "2 rows of the output are taken as results of this input" in result.stderr
 
 
@@ -159,6 +160,13 @@ def test_a_cut_off_record_is_dropped(folder: Path) -> None:
         ["a", "b", "x"], [InputRow("a", 1, 2), InputRow("b", 2, 9), InputRow("c", 3, 1)]
     )
     assert found == (1, InputRow("b", 2, 9), 1, 1)
+    one, two = (
+        Comparison(n, InputRow("b", 2, 9), n, n).notes("o", changed=True, force=False, hint="")
+        for n in (1, 2)
+    )
+    assert [note[:3] for note in one] == ["1 r"] * 3 and one[0].endswith("it is run again")
+    assert [note[:3] for note in two] == ["2 r"] * 3 and two[0].endswith("they are run again")
+    assert two[1] == "2 rows of the output are not in the input: they stay"
 
 
 def test_digests_of_an_output_that_was_deleted_are_dropped() -> None:
@@ -198,6 +206,7 @@ def test_failed_rows_are_run_again_with_more_room() -> None:
     Path("q.txt").write_text("one plus two =\n")  # the input lacks the failed row: it stays
     lacking = run("--resume", "--retry-failed", "--max-model-len", "6", source="q.txt")
     assert lacking.exit_code == 1 and "1 failed before" in lacking.stderr
+    assert lacking.stderr.endswith("1 skipped; 1 failed before, not in the input\n")
     Path("p.txt").write_text("one plus two =\ntwo plus two plus four =\n")  # corrected meanwhile
     result = run("--resume", "--retry-failed", "--max-model-len", "20")
     assert result.exit_code == 0, result.output

@@ -55,15 +55,26 @@ class Comparison(NamedTuple):
         if self.first is not None:
             if not (changed or force):
                 raise rows_changed(output, self.changed, self.first, hint)
-            what = "are run again" if changed else "keep the results of the old ones (--force)"
-            notes.append(f"{counted(self.changed, 'row')} {_CHANGED}: they {what}")
-        if self.lacking:
-            rows = counted(self.lacking, "row")
-            notes.append(f"{rows} of the output are not in the input: they stay")
-        if self.unknown:
+            again, keep = (
+                ("it is run again", "it keeps the result of the old one")
+                if self.changed == 1
+                else ("they are run again", "they keep the results of the old ones")
+            )
+            what = again if changed else f"{keep} (--force)"
+            notes.append(f"{counted(self.changed, 'row')} {_CHANGED}: {what}")
+        if self.lacking == 1:
+            notes.append("1 row of the output is not in the input: it stays")
+        elif self.lacking:
+            notes.append(f"{self.lacking:,} rows of the output are not in the input: they stay")
+        if self.unknown == 1:
             notes.append(
-                f"{counted(self.unknown, 'row')} of the output are taken as results of this "
-                "input: it is not known which prompts they are of"
+                "1 row of the output is taken as the result of a row of this input: it is not "
+                "known which prompt it is of"
+            )
+        elif self.unknown:
+            notes.append(
+                f"{self.unknown:,} rows of the output are taken as results of this input: it is "
+                "not known which prompts they are of"
             )
         return notes
 
