@@ -402,6 +402,8 @@ def test_what_config_json_says_of_experts() -> None:
     )
     bare = parsed("glm4_moe", first_k_dense_replace=0, num_nextn_predict_layers=0)
     assert bare.mixture is not None and not bare.mixture.dense_layers and not bare.extra_layers
+    assert parsed("glm4_moe", num_nextn_predict_layers=None).extra_layers == 1
+    assert parsed("glm4_moe", num_nextn_predict_layers=None, num_mtp_layers=2).extra_layers == 2
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ("llama", {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0}}, 8192),
         ("llama", {"rope_scaling": {**YARN, "beta_fast": 0, "beta_slow": None}}, 8192),
+        ("llama", {"rope_scaling": {**YARN, "truncate": None}}, 8192),
+        ("llama", {"rope_scaling": {**YARN, "original_max_position_embeddings": 40.0}}, 8192),
+        ("llama", {"rope_scaling": YARN, "max_position_embeddings": 40}, 160),
+        ("llama", {"rope_scaling": {**YARN, "factor": 1.5}, "max_position_embeddings": 64}, 64),
         (
             "glm4_moe",
             {

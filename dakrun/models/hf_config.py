@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dakrun.config import DTYPE_BYTES, Dtype, FamilyName, LongRope, ModelConfig
+from dakrun.config import DTYPE_BYTES, MAX_SIZE, Dtype, FamilyName, LongRope, ModelConfig, YarnRope
 from dakrun.errors import CannotRun, UsageError
 from dakrun.models.files import read_json_object, stored_dtype
 from dakrun.models.folders import check_folder
@@ -156,8 +156,11 @@ def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
             hint=f"published {family} models use silu",
         )
     count = fields.count("max_position_embeddings", defaults.max_positions)
-    positions = [(count, "")]
     theta, scaling = rope_of(fields, family, defaults.theta, name, count)
+    stretched = 0
+    if isinstance(scaling, YarnRope):  # which model cards say to add, and to change no other key
+        stretched = int(min(scaling.factor * scaling.original_max_positions, MAX_SIZE))
+    positions = [(max(count, stretched), "")]
     if isinstance(scaling, LongRope):
         original = original_positions(fields, family, count)
         positions.append((original, "further ones need longrope's long factors"))

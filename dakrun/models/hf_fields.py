@@ -32,6 +32,13 @@ class Fields:
             self.refuse(key, value, "a positive integer")
         return value
 
+    def whole(self, key: str) -> int:
+        """A positive integer, which may be written as a float."""
+        value = self._get(key, None)
+        if type(value) is float and value.is_integer() and value >= 1:
+            return int(value)
+        return self.count(key)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._get(key, default)

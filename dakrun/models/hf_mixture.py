@@ -47,8 +47,10 @@ def extra_layers(fields: Fields, family: FamilyName) -> int:
     if family != "glm4_moe":
         return 0
     keys = ("num_nextn_predict_layers", "num_mtp_layers")
-    key = next((key for key in keys if key in fields.raw), keys[0])
-    return 0 if fields.raw.get(key) == 0 else fields.count(key, 1)
+    key = next((key for key in keys if fields.has(key)), None)
+    if key is None:
+        return 1
+    return 0 if fields.raw[key] == 0 else fields.count(key)
 
 
 def _softmax(fields: Fields, experts: int) -> Routing:

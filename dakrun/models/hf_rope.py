@@ -69,7 +69,7 @@ def original_positions(fields: Fields, family: FamilyName, positions: int) -> in
     if family == "phi3" and not fields.has(_ORIGINAL):
         return 4096  # whatever its rope's parameters say
     owners = (part for part in (fields, _parameters(fields)) if part.has(_ORIGINAL))
-    return next((part.count(_ORIGINAL) for part in owners), positions)
+    return next((part.whole(_ORIGINAL) for part in owners), positions)
 
 
 def _parameters(fields: Fields) -> Fields:
@@ -81,7 +81,10 @@ def _parameters(fields: Fields) -> Fields:
 
 
 def _yarn(rope: Fields, fields: Fields, family: FamilyName, positions: int) -> YarnRope:
-    """YaRN's parameters, with those of its paper where they are absent, null or 0."""
+    """YaRN's parameters, with those of its paper where they are absent, null or 0.
+
+    `truncate` is true where it is absent, and false where it is null, as in transformers.
+    """
     original = original_positions(fields, family, positions)
     factor = rope.number("factor") if rope.has("factor") else positions / original
 
@@ -103,7 +106,7 @@ def _yarn(rope: Fields, fields: Fields, family: FamilyName, positions: int) -> Y
         attention_factor=attention,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
+        truncate=rope.raw.get("truncate", True) is not None and rope.flag("truncate", True),
     )
 
 
