@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def loaded_by(code: str) -> set[str]:
     """The modules that a fresh interpreter has after `code`."""
-    command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
+    command = [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -33,6 +33,28 @@ def test_importing_the_package_imports_nothing_else() -> None:
 def test_params_and_policies_need_no_torch() -> None:
     loaded = loaded_by("from dakrun import Policy, SamplingParams")
     assert "dakrun.config" in loaded and "torch" not in loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("generate --model none -i a.jsonl -o b.jsonl", "'none': no such model directory"),
+        ("generate --model opt-125m -i a.jsonl -o b.jsonl", "names an architecture, not a"),
+        ("generate --model nix --load-format dummy -i a.jsonl -o b.jsonl", "'nix': no such model"),
+        ("convert none .", "error: none: no such file or folder"),
+    ],
+)
+def test_a_name_of_nothing_is_refused_before_torch_is_imported(arguments: str, said: str) -> None:
+    code = f"""
+import io, contextlib
+from dakrun.cli import main
+said = io.StringIO()
+with contextlib.redirect_stderr(said):
+    with contextlib.suppress(SystemExit):
+        main({arguments.split()!r})
+assert {said!r} in said.getvalue(), said.getvalue()
+"""
+    assert "torch" not in loaded_by(code)
 
 
 def test_names_of_the_package() -> None:

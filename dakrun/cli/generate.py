@@ -138,11 +138,13 @@ def generate(
         given = "--workers" if workers is not None else "--part-format"
         raise UsageError(f"{given} needs --ray", hint="add --ray local, or drop it")
 
+    from dakrun.models.hub import check_name, find_model
+
+    check_name(model, run.load_format)  # before the imports of torch, which take seconds
     from dakrun.config import model_len
     from dakrun.generate import BatchJob, check_report, write_report
     from dakrun.hardware import describe_profile
     from dakrun.llm import LLM
-    from dakrun.models.hub import find_model
     from dakrun.plan.lossy import quantization_note
     from dakrun.requests import (
         ParquetOutput,
@@ -255,7 +257,7 @@ def generate(
     if profile == "auto":
         say(describe_profile(llm.profile))
     failed = job.counts.failed or job.counts.failed_before
-    (eprint if failed else say)(str(job.counts))
+    (eprint if failed else say)(job.counts.summary(retried=retry_failed))
     return EXIT_FAILED if failed else 0
 
 

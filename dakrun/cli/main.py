@@ -101,10 +101,15 @@ def convert(*, source: Path, target: Path, shard_size: int, dtype: "Dtype | None
     SRC is a folder with .bin files, of which config.json and the tokenizer are copied, too, or a
     .gguf file (llama, qwen2 or qwen3), which is dequantized. Runs no code from the files.
     """
+    source, target = source.expanduser(), target.expanduser()
+    if not source.exists():  # known before torch is imported, which takes seconds
+        raise UsageError(
+            f"{source}: no such file or folder",
+            hint="give a .gguf file, or the folder with config.json and pytorch_model*.bin",
+        )
     from dakrun.weights import convert_checkpoint, convert_gguf
 
     note = eprint if sys.stderr.isatty() else lambda _: None
-    source, target = source.expanduser(), target.expanduser()
     if source.suffix.lower() == ".gguf":
         converted = convert_gguf(
             source, target, dtype=dtype or "bfloat16", shard_bytes=shard_size, note=note

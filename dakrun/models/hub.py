@@ -80,6 +80,17 @@ def _find(name: str, load_format: LoadFormat) -> tuple[ModelConfig, Path | None]
     return config, directory
 
 
+def check_name(name: str, load_format: LoadFormat) -> None:
+    """Raise UsageError if `name` cannot be that of a model; reads and downloads nothing."""
+    check_file_name(name)
+    path = Path(name).expanduser()
+    if load_format == "dummy":
+        if not path.exists() and known_model(name) is None:
+            _require_hub_id(name)
+    elif not path.is_dir():
+        _require_downloaded(name, path)
+
+
 def model_config(name: str) -> ModelConfig:
     """The architecture of the model `name`; only config.json is downloaded from the hub.
 
@@ -113,19 +124,7 @@ def model_directory(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.is_file():
-        check_not_gguf(path)
-        raise UsageError(
-            f"{name}: a file, not a model directory",
-            hint="give the folder that holds config.json and the safetensors files",
-        )
-    if known_model(name) is not None:
-        raise UsageError(
-            f"{name!r} names an architecture, not a checkpoint with weights",
-            hint=f"give a model directory, or the hub id {hub_id(name)}; "
-            "generate --load-format dummy makes random weights",
-        )
-    _require_hub_id(name)
+    _require_downloaded(name, path)
     from huggingface_hub import constants, errors, snapshot_download
 
     def fetch() -> str:
@@ -170,6 +169,23 @@ def tokenizer_directory(name: str) -> Path | None:
 def suggesting_directory(choice: str, model: str) -> Path:
     """The folder whose generation_config.json is taken: `choice`, or `model`'s if that is auto."""
     return model_directory(model) if choice == "auto" else Path(choice).expanduser()
+
+
+def _require_downloaded(name: str, path: Path) -> None:
+    """Raise UsageError unless `name`, at `path` no folder, may be a checkpoint of the hub."""
+    if path.is_file():
+        check_not_gguf(path)
+        raise UsageError(
+            f"{name}: a file, not a model directory",
+            hint="give the folder that holds config.json and the safetensors files",
+        )
+    if known_model(name) is not None:
+        raise UsageError(
+            f"{name!r} names an architecture, not a checkpoint with weights",
+            hint=f"give a model directory, or the hub id {hub_id(name)}; "
+            "generate --load-format dummy makes random weights",
+        )
+    _require_hub_id(name)
 
 
 def _require_hub_id(name: str) -> None:
