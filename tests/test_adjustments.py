@@ -248,9 +248,18 @@ def test_their_memory_is_what_the_plan_has() -> None:
             assert 4 * table.numel() <= adjustment_bytes(tokens, vocabulary) + 48 + 4 * lists
 
 
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_no_penalty_makes_float16_logits_infinite(penalty: float) -> None:
+    params = SamplingParams(repetition_penalty=penalty, presence_penalty=2, logit_bias={1: 100})
+    logits = torch.tensor([[0.0, 65504, -65504]], dtype=torch.float16)
+    past = History((0, 1, 2), [1])
+    assert adjusted(logits[0].float(), params, past).isfinite().all()
+    assert sample(logits, [params], [0], [4], [past]).item() in (0, 1)
+
+
 def test_penalties_that_overflow_leave_no_token(kernel_device: str) -> None:
-    params = SamplingParams(repetition_penalty=1e-38)
-    logits = torch.full((1, 40), 1e4, dtype=torch.float16, device=kernel_device)
+    params = SamplingParams(repetition_penalty=1e-6)
+    logits = torch.full((1, 40), 1e36, dtype=torch.bfloat16, device=kernel_device)
     words, _kept = sampling_of([params], [History((1,))], 40, kernel_device, 4)
     integers = torch.zeros(3, 1, dtype=torch.int32, device=kernel_device)
     log = torch.zeros(1, 1, dtype=torch.int32, pin_memory=kernel_device == "cuda")

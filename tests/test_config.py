@@ -220,6 +220,10 @@ def test_what_cannot_run(raw: dict[str, Any], said: str) -> None:
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
         (
+            {**LLAMA, "rope_scaling": {**ROPE, "original_max_position_embeddings": 8192.5}},
+            "original_max_position_embeddings is 8192.5, not a positive integer",
+        ),
+        (
             {**LLAMA, "rope_scaling": {"rope_type": "longrope", "short_factor": [1, "2"]}},
             'short_factor is [1, "2"], not a list of numbers',
         ),
@@ -387,7 +391,9 @@ def test_workload_is_of_positive_integers(change: dict[str, Any], said: str) -> 
      {"min_p": -0.1}, {"min_p": 1.01}, {"min_p": True}, {"min_tokens": -1}, {"min_tokens": 129},
      {"min_tokens": 5, "max_tokens": 4}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},
      {"frequency_penalty": float("nan")}, {"repetition_penalty": 0}, {"repetition_penalty": -1},
-     {"repetition_penalty": float("inf")}, {"logit_bias": 5}, {"logit_bias": {"a": 1}},
+     {"repetition_penalty": float("inf")}, {"repetition_penalty": 1e-300},
+     {"repetition_penalty": 9e-7}, {"repetition_penalty": 2e6},
+     {"logit_bias": 5}, {"logit_bias": {"a": 1}},
      {"logit_bias": {-1: 1}}, {"logit_bias": {1: 101}}, {"logit_bias": {1: "2"}},
      {"logit_bias": {1.5: 2}}, {"logit_bias": {True: 2}}, {"logit_bias": {"1": 1, 1: 2}},
      {"logit_bias": dict.fromkeys(range(1025), 1)}, {"bad_words": "no"}, {"bad_words": [""]},

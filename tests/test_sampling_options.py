@@ -184,7 +184,7 @@ def test_bad_values_are_errors_of_their_rows_alone() -> None:
         "stop_token_ids is [5, -1]; stop_token_ids must be made of token ids, from 0",
         "min_p is -1; min_p must be a number from 0 to 1",
         "presence_penalty is 'x'; presence_penalty must be a number from -2 to 2",
-        "repetition_penalty is 0; repetition_penalty must be above 0",
+        "repetition_penalty is 0; repetition_penalty must be a number from 1e-06 to 1e+06",
         "bad_words is [[]]; bad_words must be made of strings that are not blank and lists of",
         "min_tokens is 5, above max_tokens, 4; min_tokens must be at most max_tokens",
     ]

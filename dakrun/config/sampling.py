@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs and prompt_logprobs
 MAX_BIASES = 1024  # tokens in SamplingParams.logit_bias
 MAX_BAD_TOKENS = 4096  # tokens of SamplingParams.bad_words, in all
 MAX_BIAS = 100.0
+MAX_REPETITION = 1e6  # of repetition_penalty, and of its inverse: float16 logits stay finite
 # Options of SamplingParams by which the choice differs from that of the model's own logits.
 ADJUSTING = (
     *("min_p", "min_tokens", "bad_words", "logit_bias"),
@@ -152,7 +153,9 @@ class SamplingParams:
             "min_tokens": check_count("min_tokens", min_tokens, 0),
             "bad_words": _bad_words(bad_words),
             "logit_bias": _logit_bias(logit_bias),
-            "repetition_penalty": check_number("repetition_penalty", repetition_penalty, 0.0),
+            "repetition_penalty": check_number(
+                "repetition_penalty", repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
+            ),
             "frequency_penalty": check_number("frequency_penalty", frequency_penalty, -2.0, 2.0),
             "presence_penalty": check_number("presence_penalty", presence_penalty, -2.0, 2.0),
             "structured_outputs": None
@@ -162,8 +165,6 @@ class SamplingParams:
                 "thinking_token_budget", thinking_token_budget, 0, or_one_of=(None,)
             ),
         }
-        if repetition_penalty == 0:
-            raise invalid_value("repetition_penalty", 0, "above 0")
         least, most = values["min_tokens"], values["max_tokens"]
         if most is not None and least > most:
             raise UsageError(
