@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tools import step_trace
 from tools.step_trace import kernels, layers_of, lines, steps_of
 
@@ -94,21 +95,24 @@ class Profiled:
         Path(path).write_text(json.dumps({"traceEvents": events(self.names)}))
 
 
+def run(monkeypatch: pytest.MonkeyPatch, names: Sequence[str], *command: str) -> None:
+    """Run the tool as where there is a GPU, which launches these kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: Profiled(names))
+    monkeypatch.setattr(sys, "argv", ["step_trace.py", "--", *command])
+    step_trace.main()
+
+
 def test_a_command_is_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_trace, "profile", lambda **_: Profiled(3 * STEP))
-    monkeypatch.setattr(sys, "argv", ["step_trace.py", "--", "plan", "--help"])
-    step_trace.main()
+    run(monkeypatch, 3 * STEP, "plan", "--help")
     out = capsys.readouterr().out
     assert "Usage: dakrun plan" in out and "3 steps; 4 layers" in out
 
 
-@pytest.mark.parametrize(
-    ("command", "said"), [("plan", "2"), ("--help", "no kernel is called embed...; hint: ")]
-)
-def test_what_has_no_steps(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_trace, "profile", lambda **_: Profiled([]))
-    monkeypatch.setattr(sys, "argv", ["step_trace.py", "--", command])
-    with pytest.raises(SystemExit, match=said):
-        step_trace.main()
+def test_a_command_that_fails_or_has_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, 3 * STEP, "plan")
+    with pytest.raises(SystemExit, match=r"no kernel is called embed\.\.\.; hint: "):
+        run(monkeypatch, [], "--help")

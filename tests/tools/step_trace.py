@@ -9,17 +9,15 @@ layers. What is outside layers follows. The gap of a step's first kernel is that
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from torch.profiler import ProfilerActivity, profile
+import torch
 
 from dakrun.cli.main import main as dakrun
 
@@ -33,18 +31,18 @@ class Kernel(NamedTuple):
     grid: str
 
 
-def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+def kernels(events: list[dict[str, Any]]) -> list[Kernel]:
     """The kernels among the events of a Chrome trace, in the order of their starts."""
     found, end = list[Kernel](), 0.0
     for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"]):
-        name, grid = re.sub(r"^void |[<(].*", "", event["name"]), event["args"]["grid"]
+        name = event["name"].removeprefix("void ").split("<")[0].split("(")[0]
         gap = event["ts"] - end if found else 0.0
-        found.append(Kernel(name, event["dur"], gap, "x".join(map(str, grid))))
+        found.append(Kernel(name, event["dur"], gap, "x".join(map(str, event["args"]["grid"]))))
         end = event["ts"] + event["dur"]
     return found
 
 
-def steps_of(launched: Sequence[Kernel], first: str) -> list[Sequence[Kernel]]:
+def steps_of(launched: list[Kernel], first: str) -> list[list[Kernel]]:
     """The last 12 steps with the most common kernels; a step begins where a name begins so."""
     starts = [i for i, kernel in enumerate(launched) if kernel.name.startswith(first)]
     steps = [launched[a:b] for a, b in zip(starts, [*starts[1:], len(launched)], strict=False)]
@@ -53,7 +51,7 @@ def steps_of(launched: Sequence[Kernel], first: str) -> list[Sequence[Kernel]]:
     return [step for step, of in zip(steps, names, strict=True) if of == most[0][0]][-12:]
 
 
-def layers_of(names: Sequence[str]) -> list[range]:
+def layers_of(names: list[str]) -> list[range]:
     """The places of a step's layers: the kernels that repeat over its longest stretch.
 
     Of what may be a layer's first kernel, that with most layers, then the first. Empty if none.
@@ -69,7 +67,7 @@ def layers_of(names: Sequence[str]) -> list[range]:
     return max(found, key=lambda places: (len(places), -places[0].start), default=[])
 
 
-def _places(names: Sequence[str], layer: Sequence[str]) -> list[range]:
+def _places(names: list[str], layer: list[str]) -> list[range]:
     places = list[range]()
     for i in range(len(names)):
         if names[i : i + len(layer)] == layer and (not places or i >= places[-1].stop):
@@ -77,7 +75,7 @@ def _places(names: Sequence[str], layer: Sequence[str]) -> list[range]:
     return places
 
 
-def lines(steps: Sequence[Sequence[Kernel]]) -> list[str]:
+def lines(steps: list[list[Kernel]]) -> list[str]:
     """The table of steps with the same kernels."""
     layers = layers_of([kernel.name for kernel in steps[0]])
     outside = [(i,) for i in range(len(steps[0])) if not any(i in layer for layer in layers)]
@@ -101,7 +99,9 @@ def main() -> None:
     parser.add_argument("--first", default="embed", help="what a step's first kernel is called")
     parser.add_argument("command", nargs="+", help="of dakrun, behind --")
     given = parser.parse_args()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         try:
             dakrun(given.command, prog_name="dakrun")
         except SystemExit as ended:
