@@ -1,6 +1,6 @@
 """Runs a dakrun command under torch's profiler and shows the kernels of a decode step, in order.
 
-    python tests/tools/step_trace.py -- bench --model opt-6.7b --ratio 0 --batch-size 8
+    python tests/tools/step_trace.py -- bench --model opt-6.7b --load-format dummy --ratio 0
 
 For each kernel of the middle layer: us that it ran, its gap to the end of the kernel before, and
 us from that end to its own, which add up to a layer's time. Figures are medians over steps and
