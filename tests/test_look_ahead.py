@@ -96,10 +96,19 @@ def test_text_and_batch_rows(make: Callable[..., Path]) -> None:
     assert [row.reply.choice for row in (found[0], *found[0].further)] == [0, 1, 2, 3]
 
 
-def test_errors_before_the_first_json_row_are_native(make: Callable[..., Path]) -> None:
+def test_errors_before_the_first_json_row_have_its_format_but_of_a_pipe(
+    make: Callable[..., Path], pipe: Callable[[], int]
+) -> None:
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "b"}}
-    first, second, last = read(make(lines("{bad", row, "{bad")))
-    assert [row.reply.kind for row in (first, second, last)] == ["native", *["completion"] * 2]
+    found = read(make(lines("{bad", row, "{bad")))
+    assert [row.reply.kind for row in found] == ["completion"] * 3
+    writing = pipe()
+    os.write(writing, lines("{bad"))
+    rows = longest_first(open_reader("-"))
+    assert next(rows).reply.kind == "native"  # which does not wait for the next row
+    os.write(writing, lines(row, "{bad"))
+    assert [next(rows).reply.kind for _ in range(2)] == ["completion"] * 2
+    os.close(writing)
 
 
 def test_none_waits_for_more_than_a_window(

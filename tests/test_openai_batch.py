@@ -23,6 +23,7 @@ from dakrun.requests import (
     ResultWriter,
     RowError,
     TokenLogprob,
+    result_line,
 )
 from dakrun.requests.chat_template import TemplateOptions
 from dakrun.requests.chats import string_of
@@ -257,14 +258,23 @@ def test_chats_need_a_tokenizer_and_its_template(make: Callable[..., Path]) -> N
 
 
 def test_the_first_json_object_decides_for_the_file(make: Callable[..., Path]) -> None:
-    broken, batch, native = read(make("{", row({"prompt": "a"}), '{"id": "n", "prompt": "a"}'))
-    assert (broken.id, broken.reply.kind) == ("line-1", "native")
+    broken, no_row, batch, native = read(
+        make("{", "[]", row({"prompt": "a"}), '{"id": "n", "prompt": "a"}')
+    )
+    assert (broken.id, no_row.id) == ("line-1", "line-2")
+    assert broken.reply.kind == no_row.reply.kind == "completion"
+    assert isinstance(broken, RowError)
+    assert json.loads(result_line(broken))["custom_id"] == "line-1"
     assert isinstance(batch, Request)
     assert isinstance(native, RowError) and (native.id, native.code) == ("n", "mixed_formats")
     native, batch = read(make('{"id": "n", "prompt": "a"}', row({"prompt": "a"})))
     assert isinstance(native, Request)
     assert isinstance(batch, RowError) and (batch.id, batch.code) == ("x", "mixed_formats")
     assert batch.reply.kind == "native"
+    assert [row.reply.kind for row in read(make("{", "["))] == ["native"] * 2
+    many = read(make(*["{"] * 3000, row({"prompt": "a"})))
+    assert [row.line for row in many] == [*range(1, 3002)] and isinstance(many[-1], Request)
+    assert many[-2].reply.kind == "completion"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from dakrun.requests.request import IdSet, Request, RowError
 from dakrun.requests.row_digests import bytes_digest, json_digest
 
 Format = Literal["text", "jsonl"]
+_HELD = 1024  # rows before the first JSON row that wait for it at most
 Content = dict[str, Any] | str | tuple[str, str]
 """The fields of a JSON row, a text, or the code and message of a line that is neither."""
 
@@ -75,7 +76,8 @@ class AheadRow(NamedTuple):
 class InputRows:
     """Iterates over the rows of `lines`.
 
-    The first JSON row decides whether all are native or OpenAI Batch rows. A row that repeats an
+    The first JSON row decides whether all are native or OpenAI Batch rows; lines before it wait for
+    it, unless reading may wait for a program at the other end. A row that repeats an
     earlier id gets another one, line-N by its line number. Lengths are those of a run with a
     maximum length of `max_model_len` tokens, and with `defaults` where a row lacks a parameter.
     `forms` takes the forms of answers that rows ask for.
@@ -96,11 +98,20 @@ class InputRows:
         self._starts = PromptStarts()
 
     def __iter__(self) -> Iterator[AheadRow]:
+        may_hold = self._format != "text" and not self.may_wait
+        held = list[AheadRow]()  # those before the first JSON row
         for line in self._lines:
             content = content_of(line.data, self._format, self._lines.max_line_bytes)
             if self._forms is not None and isinstance(content, dict):
                 self._forms.note(content)
-            yield self._row(line, content)
+            row = self._row(line, content)
+            if may_hold and self._row_kind is None and len(held) < _HELD:
+                held.append(row)
+                continue
+            yield from (early._replace(kind=self._row_kind) for early in held)
+            held.clear()
+            yield row
+        yield from held
 
     @property
     def may_wait(self) -> bool:
