@@ -291,7 +291,7 @@ def test_a_file_that_becomes_shorter(make: Callable[..., Path]) -> None:
 def test_json_is_parsed_once(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = list[str]()
     monkeypatch.setattr(
-        "dakrun.requests.input_rows.json.loads", lambda text: parsed.append(text) or decode(text)
+        "dakrun.requests.input_rows.parse_json", lambda text: parsed.append(text) or decode(text)
     )
     decode = json.JSONDecoder().decode
     for pack in (bytes, gzip.compress):

@@ -423,6 +423,11 @@ ROWS = {
     "row is binary": Row(b"\x01\x02\x80", "invalid_utf8", "byte 0x80"),
     "row is too deep": Row("[" * 100_000, "invalid_json", "too deep"),
     "row has a huge number": Row('{"seed": ' + "9" * 5000 + "}", "invalid_json", "too long"),
+    "row has a field twice": Row(
+        '{"id": "bad", "prompt": "one", "max_tokens": 2, "prompt": "two"}',
+        "invalid_json",
+        "the key 'prompt' occurs twice in an object",
+    ),
     "row without prompt": Row('{"id": "bad"}', "invalid_prompt", "exactly one of"),
     "row with two prompts": Row(
         '{"prompt": "one", "prompt_token_ids": [1]}', "invalid_prompt", "exactly one of"
@@ -444,12 +449,20 @@ ROWS = {
     "temperature is a word": Row(
         '{"prompt": "one", "temperature": "hot"}', "invalid_field", "temperature is 'hot'"
     ),
+    "a penalty beyond sense": Row(
+        '{"prompt": "one", "repetition_penalty": 1e-300}', "invalid_field", "from 1e-06 to 1e+06"
+    ),
     "stop is empty": Row('{"prompt": "one", "stop": [""]}', "invalid_field", "non-empty"),
     "Batch row among native rows": Row(batch({"prompt": "one"}), "mixed_formats", "OpenAI Batch"),
 }
 BATCH_ROWS = {
     "native row among Batch rows": Row('{"id": 1, "prompt": "a"}', "mixed_formats", "is native"),
     "Batch row is cut off": Row('{"custom_id": "bad", "body": {', "invalid_json", "not JSON"),
+    "a field of the body is there twice": Row(
+        batch({"prompt": "one"}).replace('"prompt"', '"prompt": "two", "prompt"'),
+        "invalid_json",
+        "the key 'prompt' occurs twice",
+    ),
     "no custom_id": Row(batch({}, custom_id="absent"), "invalid_field", "custom_id is missing"),
     "custom_id is taken": Row(
         batch({"prompt": "one"}, custom_id="good"), "duplicate_id", "id 'good'"

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from dakrun.config import SamplingParams
 from dakrun.errors import UsageError
 from dakrun.requests.answer_forms import FormsAhead
-from dakrun.requests.json_rows import id_of, json_kind
+from dakrun.requests.json_rows import id_of, json_kind, parse_json
 from dakrun.requests.lengths import (
     NOTHING,
     PromptStarts,
@@ -176,7 +176,9 @@ def content_of(data: bytes | None, format: Format | None, max_line_bytes: int) -
     if format == "text":
         return text
     try:
-        row = json.loads(text)
+        row = parse_json(text)
+    except BadRow as bad:
+        return bad.code, str(bad)
     except json.JSONDecodeError as problem:
         return "invalid_json", f"not JSON: {problem.msg} at column {problem.colno}"
     except (ValueError, RecursionError):

@@ -3,12 +3,31 @@
 Knows nothing of fields or files.
 """
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dakrun.requests.prompts import BadRow
 
 _JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+
+
+def parse_json(text: str) -> Any:
+    """What the JSON `text` says. Raises as json.loads, and BadRow for a key that occurs twice."""
+    return _DECODER.decode(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`, without a key twice, of which the last value would count silently."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise BadRow("invalid_json", f"the key {shown(twice)} occurs twice in an object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def id_of(row: dict[str, Any], name: str) -> str | None:
