@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 from tools import gpu_figures
-from tools.gpu_figures import TABLE, Bar, Figure, Run, Runner, cell, equal, per, write_requests
+from tools.gpu_figures import (
+    RATE,
+    TABLE,
+    Bar,
+    Figure,
+    Run,
+    Runner,
+    cell,
+    equal,
+    per,
+    rows,
+    write_requests,
+)  # fmt: skip
 
 from dakrun.cli.bench import MODEL, _own_options
 from dakrun.cli.main import main as dakrun
-from dakrun.demo import MODEL as DEMO
 from dakrun.lab.bench.run import SWEEPS
 
 # A program of dakrun's name: rows as bench writes them, a report and answers as generate does.
@@ -45,6 +56,12 @@ else:
     found, target = {"rows": rows, "copied_bytes_per_s": {"host": 100.0}}, of("-o")[0]
 pathlib.Path(target).write_text(json.dumps(found))
 """
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 51_000, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
 FIGURES = [(group, figure) for group, figures in TABLE.items() for figure in figures]
 RUNS = {run.arguments: run for _, figure in FIGURES for run in figure.runs}
 
@@ -139,8 +156,9 @@ def test_a_command_is_ended_when_the_time_is_over(
     bar = Bar("marks", per(lambda text: text.count("!")), 0, True)
     runner.measure(Figure("slow", (Run("tests/tools/slow.py", 0),), [bar]))
     assert time.monotonic() - start < 20 and runner.failed
-    assert capsys.readouterr().out.splitlines()[:2] == [
+    assert capsys.readouterr().out.splitlines() == [
         "slow-0-0: FAILED, exit code none, the time is over: tests/tools/slow.py", "    so far",
+        "slow: FAILED marks: no value, AttributeError(\"'dict' object has no attribute 'count'\")",
     ]  # fmt: skip
 
 
@@ -153,8 +171,8 @@ def test_figures_that_do_not_exist(options: list[str], capsys: pytest.CaptureFix
 
 def test_a_problem_of_a_row_is_said() -> None:
     bar = Bar("step", cell("step_s", batch_size=8), 1.0)
-    rows = [{"batch_size": 1}, {"batch_size": 8, "step_s": None, "problem": "too little memory"}]
-    assert bar.line([[{"rows": rows}]]) == (
+    found = [{"batch_size": 1}, {"batch_size": 8, "step_s": None, "problem": "too little memory"}]
+    assert bar.line([[{"rows": found}]]) == (
         "FAILED step: no value, ValueError(['too little memory'])"
     )
     assert "FAILED same: no value" in Bar("same", equal, 1.0).line([[{}, {}]])
@@ -169,6 +187,7 @@ def test_dakrun_knows_all_options(arguments: str) -> None:
         return
     command = dakrun.get_command(None, verb)
     more = ["-i", "in", "-o", "out"] if verb == "generate" else []
+    more += ["--load-format", "dummy"] if "--model" in options else []
     with command.make_context(verb, [*options, *more]) as context:
         if verb == "bench":
             given = {name: value for name, value in context.params.items() if name not in (
@@ -183,15 +202,22 @@ def test_requests_are_the_same_again(tmp_path: Path) -> None:
     write_requests(tmp_path / "some", 200)
     lines = (tmp_path / "all").read_text().splitlines()
     assert (tmp_path / "some").read_text().splitlines() == lines[:200]
-    rows = [json.loads(line) for line in lines]
-    assert sum(len(row["prompt_token_ids"]) for row in rows) == 372_568
-    assert sum(row["max_tokens"] for row in rows) == 360_402
-    assert len({row["id"] for row in rows}) == 2000
+    requests = [json.loads(line) for line in lines]
+    assert sum(len(row["prompt_token_ids"]) for row in requests) == 372_568
+    assert sum(row["max_tokens"] for row in requests) == 360_402
+    assert len({row["id"] for row in requests}) == 2000
 
 
-def test_a_step_of_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_dakrun_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step and a file of a tiny model on the CPU, as the figures of large ones are measured."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/config.json").write_text(json.dumps(TINY))
     runner = Runner(tmp_path, time.monotonic() + 300, "cpu")
-    run = Run(f"bench --model {DEMO} --batch-size 2 --new-tokens 4", 1)
-    runner.measure(Figure("demo", (run, run), [Bar("step", cell("step_s", batch_size=2), 1.0)]))
-    assert capsys.readouterr().out.startswith("demo: ok step: 1.000, at least 1 (")
-    assert not runner.failed and len(list(tmp_path.glob("*.json"))) == 1
+    step = Run(f"bench --model {tmp_path}/tiny --batch-size 2 --new-tokens 4", 1)
+    file = Run(f"generate --model {tmp_path}/tiny --device cpu --threads 1", 1, rows=3)
+    runner.measure(Figure("step", (step,), rows("limit_over_time", {2: 0.0})))
+    runner.measure(Figure("same", (file, file), [Bar("answers", equal, 1.0), Bar("rate", RATE, 0)]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step: ok 2 rows limit_over_time: 0.")
+    assert lines[1] == "same: ok answers: 1.000, at least 1 (3 of 3)"
+    assert lines[2].startswith("same: ok rate: ") and len(lines) == 3 and not runner.failed

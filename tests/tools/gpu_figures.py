@@ -61,7 +61,7 @@ class Bar:
         """The value, its bar, and ok, MISSED, or FAILED if there is no value."""
         try:
             found = [self.value(*results) for results in turns]
-        except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as problem:
+        except Exception as problem:  # of any kind, where a command has not written what is read
             return f"FAILED {self.what}: no value, {problem!r}"
         value, details = median(value for value, _ in found), "; ".join(said for _, said in found)
         met = value <= self.bar if self.most else value >= self.bar
@@ -123,7 +123,7 @@ def write_requests(path: Path, rows: int) -> None:
     lengths = enumerate(zip(prompts[:rows], answers[:rows], strict=True))
     path.write_text("".join(json.dumps({
         "id": f"r{number}", "max_tokens": int(answer), "ignore_eos": True,
-        "prompt_token_ids": chance.integers(10, 50_000, prompt).tolist(),  # of all vocabularies
+        "prompt_token_ids": chance.integers(10, 50_000, prompt).tolist(),  # all models have them
     }) + "\n" for number, (prompt, answer) in lengths))  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class Runner:
             self.failed |= not line.startswith("ok")
 
     def result(self, run: Run, stem: str) -> Result:
-        """What the command wrote; if it failed, its last lines are shown."""
+        """What the command wrote, {} if nothing; its last lines are shown if it failed."""
         command, generates = run.arguments.split(), run.arguments.startswith("generate")
         log, out, answers = (self.folder / f"{stem}.{end}" for end in ("log", "json", "jsonl"))
         out.unlink(missing_ok=True)
@@ -184,7 +184,7 @@ class Runner:
         if found and generates:
             rows = map(json.loads, answers.read_text(encoding="utf-8").splitlines())
             found["answers"] = {row["id"]: row.get("token_ids") for row in rows}
-        return text if script else found
+        return text if script and code == 0 else found
 
 
 def rows(key: str, bars: Mapping[int, float], **wanted: Any) -> list[Bar]:
