@@ -35,6 +35,7 @@ def times(chains, *, replays: int, load: bool) -> list[list[float]]:
     return [[1e-6 * (1 + number)] * replays for number in range(len(chains))]
 
 
+@pytest.mark.full
 def test_values_are_checked_and_times_compared(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

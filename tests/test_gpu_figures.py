@@ -99,6 +99,7 @@ def measure(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, 
     return status, lines
 
 
+@pytest.mark.full
 def test_every_figure_has_a_value(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +209,7 @@ def test_requests_are_the_same_again(tmp_path: Path) -> None:
     assert len({row["id"] for row in requests}) == 2000
 
 
+@pytest.mark.full
 def test_commands_of_dakrun_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step and a file of a tiny model on the CPU, as the figures of large ones are measured."""
     (tmp_path / "tiny").mkdir()
