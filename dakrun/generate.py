@@ -60,8 +60,8 @@ class Counts:
     def summary(self, *, can_retry: bool = True, retried: bool = False) -> str:
         """One line for people.
 
-        `can_retry` says whether --retry-failed may be given, `retried` that it was: then the rows
-        that failed before and still count are not in the input.
+        `can_retry` says whether --retry-failed may be given, `retried` whether it was given. If it
+        was, rows in `failed_before` are not in the input.
         """
         text = f"{counted(self.done, 'row')} done, {self.failed} failed, {self.skipped} skipped"
         if not self.done + self.failed + self.skipped:

@@ -13,7 +13,7 @@ constexpr bool kPairs = TILES == 8;  // stages may have two groups: X is then th
 constexpr bool kHalves = kPairs && !NORM;
 constexpr bool kMixes = MIXES;
 static_assert(!kMixes || !kPairs, "a stage's two groups are of one tier");
-static_assert(!kHasUnits || TILES <= 2 && !NORM, "units: at most 16 rows of X, and other norms");
+static_assert(!kHasUnits || TILES <= 2 && !NORM, "units: at most 16 rows of X, and no NORM");
 
 enum Norm : int { kRmsNorm = 1, kLayerNorm = 2 };
 
@@ -60,10 +60,10 @@ struct SplitKGemmArgs {
   const uint8_t* ahead;       // prefetched to L2 for a later launch, a part by each CTA of tier 0
   int ahead_bytes;            // of such a part
   int k_shares;               // with units and one tile of X: shares of K, 4 or 8
-  // With units: the two halves of an RMSNorm between products (splitk_norm.cuh), each of them null
+  // With units: both halves of an RMSNorm between products (splitk_norm.cuh); pointers are null
   // where there is none. Squares are [N][row blocks of a row], padded with zeros to whole float4s.
-  const float* x_squares;      // X is scaled; partial sums of squares of what it was before
-  float* squares;              // likewise of Y, which is also written as `scaled`
+  const float* x_squares;      // sums of squares of the rows that X was scaled from
+  float* squares;              // sums of squares of Y
   const Element* next_weight;  // [M], of the norm behind Y
   Element* scaled;             // [N, M]: Y * next_weight * next_factor
   float x_factor, next_factor;  // 1 / next_factor of X's producer; a power of two

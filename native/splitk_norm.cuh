@@ -5,9 +5,9 @@
 // All of X passes through shared memory for a CTA's first group. The first warpgroup then adds up
 // its rows and their squares, in an order that depends on K alone.
 //
-// A W of 4 or 8 bits cannot take in the weight g of an RMSNorm. The product ahead of the norm does,
-// and writes y * g * 2^-k beside y, with the sum of y^2 of each row block (splitk_epilogue.cuh). The
-// product behind it adds up these sums.
+// The weight g of an RMSNorm cannot be folded into a W of 4 or 8 bits. The product ahead of the
+// norm writes y * g * 2^-k beside y, and the sum of y^2 of each row block (splitk_epilogue.cuh).
+// The product behind the norm takes y * g * 2^-k as its X and adds up these sums.
 #pragma once
 
 #include "splitk_gemm.cuh"
@@ -22,8 +22,8 @@ struct Moments {
   __device__ __forceinline__ float scale(const SplitKGemmArgs&, int row) const {
     return factors[row];
   }
-  // By all consumers, after the wait: X's first stage is on its way meanwhile. A warp has whole rows
-  // of sums, which it adds in an order that depends on K alone.
+  // Called by all consumers after griddepcontrol.wait, while X's first stage is on its way. A warp
+  // adds up the sums of whole rows, in an order that depends on K alone.
   __device__ __forceinline__ void add_up(const SplitKGemmArgs& args, int warp) {
     const int lane = threadIdx.x % 32, all = squares_stride(args.x_row_blocks) / 4;
 #pragma unroll 1

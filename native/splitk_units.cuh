@@ -16,7 +16,7 @@
 constexpr bool kFewRegisters = kMixes && TILES > 1;  // the scheduler of mixed tiers takes some
 #include "units_multiply.cuh"
 
-constexpr int kNormBarrier = 3;  // behind those of units_multiply.cuh: where factors are known
+constexpr int kNormBarrier = 3;  // after units_multiply.cuh's: all factors are in shared memory
 
 // Every warp waits for every stage and releases it: a barrier only tells of the last copy into its
 // stage, so no warp may be left behind by more than a ring.

@@ -274,11 +274,11 @@ def _nothing_begun() -> Iterator[None]:
 
 @contextmanager
 def _kept_from_collection() -> Iterator[None]:
-    """In the block, let the garbage collector skip the objects that are there before it.
+    """In the block, let the garbage collector skip all objects that existed before it.
 
-    These are hundreds of thousands, of all modules. To look at them takes as long as several steps,
-    and nothing is launched meanwhile. A program that runs the command within its own process may
-    have frozen its objects already: they stay so.
+    The imported modules have hundreds of thousands of objects. Scanning them takes as long as
+    several steps, and nothing is launched meanwhile. Do nothing if the process, such as a program
+    that calls this command, has frozen objects already: unfreezing would include those.
     """
     if gc.get_freeze_count():
         yield

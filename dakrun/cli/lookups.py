@@ -44,8 +44,8 @@ def resolve_run_profile(
 ) -> "HardwareProfile":
     """The profile that --profile names, for a run of `models` on --device.
 
-    auto measures what the profile of a GPU in the cache lacks for these models, all if there is
-    none, and calls `note` with messages about it.
+    auto takes the GPU's profile from the cache and measures the costs that it lacks for these
+    models; without a cached profile it measures the whole GPU. `note` gets messages about it.
     """
     from dakrun.hardware import load_profile
     from dakrun.lab.probe.run import kept_or_measured, measured_device

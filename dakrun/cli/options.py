@@ -152,9 +152,9 @@ speculate_option = click.option(
     default="off",
     show_default=True,
     callback=_speculate,
-    help="Let steps carry drafts, tokens of a row that may come next, taken from prompts and "
-    "answers, and keep those that the model chooses (suffix: up to 31 a row, as many as the plan "
-    "finds best; suffix:K: up to K, at most 31); auto: where drafts save time.",
+    help="Let steps carry drafts: tokens that may come next, taken from prompts and answers; those "
+    "that the model chooses are kept. suffix: up to 31 a row, as many as the plan finds fastest; "
+    "suffix:K: up to K (1 to 31); auto: only where drafts save time.",
 )
 
 
@@ -214,8 +214,8 @@ profile_option = option(
     "--profile",
     default="auto",
     metavar="auto|NAME|FILE",
-    help="Hardware to plan for: a shipped profile, a .toml file, or (auto) this machine; generate "
-    "and bench first measure what the cache lacks of a GPU for their model.",
+    help="Hardware to plan for: a shipped profile, a .toml file, or (auto) this machine; generate, "
+    "bench and evaluate first measure the costs that its cached profile lacks for their models.",
 )
 
 ray_options = together(

@@ -84,7 +84,7 @@ def plan(
     of the speed, and the changes that would raise it most. With -i, lengths are those of the file's
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
     the time of its run, without drafts, is predicted; rows that cannot run are counted by reason.
-    A file without rows changes nothing.
+    With a file that has no rows, the plan is as without -i.
     With --speculate, the time of steps with drafts is predicted, too.
     """
     from dataclasses import replace
@@ -180,10 +180,10 @@ def _plan_nodes(
 def _expected_run(
     source: str, params: "SamplingParams", config: "ModelConfig", model: str, max_model_len: int
 ) -> "tuple[ExpectedRun | None, RowCheck]":
-    """The run of a file's rows that can run, and the others; no run if there are no rows.
+    """The run of the rows that can run, None if the file has no rows; and the check of all rows.
 
-    Raises UsageError if there are rows, of which none can run.
-    The tokenizer is that of a folder `model`; for other models the lengths of texts are estimated.
+    Raises UsageError if the file has rows and none of them can run. The tokenizer is read from
+    `model` if that is a folder; else the lengths of texts are estimated.
     """
     rules = model_rules(config, Path(model).expanduser(), max_model_len)
     expected, rows = check_source(source, params, rules)

@@ -64,7 +64,7 @@ def validate(
         _, rows = check_source(source, params, rules, whole=True)
     else:
         config, hardware = resolve_model(model, run.dtype), resolve_profile(str(run.profile))
-        decoder_of(config)  # which raises CannotRun for matrices that cannot have their formats
+        decoder_of(config)  # raises CannotRun if a matrix cannot be stored in its format
         folder, named = tokenizer_directory(model), Path(model).expanduser()
         if folder == named and (missing := check_shards(named)):  # no hub id
             files = counted(missing, "weight file")

@@ -103,8 +103,8 @@ class ModelConfig:
     weights, KV cache and activations; `quantization` says which weights have fewer bits. RoPE
     rotates the first `rotary_factor` of each head.
     `head_norms` says whether query and key heads are normalized, in a family whose models differ
-    in it. A checkpoint has `extra_layers` behind the last layer, which are left out. Of
-    `eos_token_ids` those in the vocabulary are kept: no others can be chosen.
+    in it. A checkpoint has `extra_layers` behind the last layer, which are left out. Tokens of
+    `eos_token_ids` outside the vocabulary are dropped: the model cannot choose them.
     """
 
     name: str
@@ -180,7 +180,7 @@ class ModelConfig:
         if isinstance(rope, LongRope) and len(rope.factors) != pairs:
             raise UsageError(
                 f"{self.name}: longrope has {len(rope.factors)} short factors, not {pairs}: "
-                "one for every two columns of a head",
+                "one for every two columns that RoPE rotates",
                 hint=_HINT,
             )
 

@@ -14,7 +14,7 @@ MAX_LOGPROBS = 20  # maximum of SamplingParams.logprobs and prompt_logprobs
 MAX_BIASES = 1024  # tokens in SamplingParams.logit_bias
 MAX_BAD_TOKENS = 4096  # tokens of SamplingParams.bad_words, in all
 MAX_BIAS = 100.0
-MAX_REPETITION = 1e6  # of repetition_penalty, and of its inverse: float16 logits stay finite
+MAX_REPETITION = 1e6  # of repetition_penalty and its inverse: float16 logits stay finite
 # Options of SamplingParams by which the choice differs from that of the model's own logits.
 ADJUSTING = (
     *("min_p", "min_tokens", "bad_words", "logit_bias"),

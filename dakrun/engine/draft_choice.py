@@ -1,7 +1,7 @@
 """Choice of the steps with drafts: none, all small enough ones, or those where drafts save time.
 
-"suffix" drafts in all small steps, but in few of them while hardly any draft is accepted. What is
-accepted is a mean of steps: of few rows, one draft accepted now and then is much in its step.
+"suffix" drafts in all small steps, but in one of eight while hardly any draft is accepted. Accepted
+drafts are a mean over steps: in a step of few rows a single accepted draft is a large share.
 
 "auto" compares times. A step without drafts gives a row one token in T seconds; a step with drafts
 gives it E tokens in T' seconds. Drafts save time where T' < E T. T and T' are measured by the
@@ -23,8 +23,8 @@ LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to sa
 NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
 AGAIN = 100  # steps with drafts after which a step without drafts is measured again
 USELESS, PAUSE = 16, 7  # after USELESS steps with useless drafts, PAUSE steps have none
-# Accepted drafts of a row in a step; drafts of fewer are useless. Where the plan predicts that they
-# cost more, the limit is that cost, up to the second number.
+# Below so many accepted drafts of a row in a step, drafts are useless. If the plan predicts that
+# they make the step longer by a larger share, the limit is that share, up to USEFUL_AT_MOST.
 USEFUL, USEFUL_AT_MOST = 0.02, 0.1
 
 
@@ -93,7 +93,8 @@ class DraftChoice:
     ) -> None:
         """Take a step of `rows` with up to `drafts` drafts a row.
 
-        It took so many `seconds`; None if it had prompts too, beside which drafts may lack room.
+        `seconds` is None if the step also had prompts. These may leave no room for drafts, so such
+        a step counts only if it had drafts.
         """
         counts = list(map(len, accepted.tokens[: len(rows)]))
         if seconds is not None or any(accepted.drafted):

@@ -1,4 +1,4 @@
-"""Requests that have ended and have no result yet: making it takes time, which steps need first."""
+"""Requests that have ended and have no result yet: launching steps comes before making results."""
 
 import time
 from collections import deque
@@ -11,7 +11,7 @@ RESULT_DELAY_S = 0.5  # the most that a result waits for steps to be launched fi
 
 
 class Ended:
-    """A queue of requests out of their slots, the first to end first; `answers` has the results."""
+    """A queue of ended requests, the first to end first; `answers` makes their results."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -21,7 +21,7 @@ class Ended:
         return len(self._requests)
 
     def add(self, r: RequestState, reason: Reason) -> None:
-        """Take `r`, which has ended for that reason."""
+        """Append `r`, which ended for `reason`."""
         self._requests.append((r, reason))
 
     def clear(self) -> None:
@@ -35,7 +35,7 @@ class Ended:
         return time.perf_counter() - r.last_token > RESULT_DELAY_S
 
     def next_result(self, stats: EngineStats) -> Completion | RowError:
-        """The result of the request that ended first, which `stats` then count as ended."""
+        """Take out the request that ended first, count it in `stats`, and return its result."""
         r, reason = self._requests.popleft()
         stats.running_tokens -= len(r.tokens)
         result = self._answers.result(r, reason)

@@ -116,7 +116,7 @@ class Engine:
                 if self._launch(none_now=none_now):
                     continue
                 if self._ended and not self.runner.has_ended():
-                    # The device computes, and takes no further step now.
+                    # The device still computes, and no further step can be launched now.
                     yield self._ended.next_result(self.stats)
                 elif self._steps:
                     self._collect()

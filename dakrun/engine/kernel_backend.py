@@ -2,8 +2,8 @@
 
 Knows how each tier is read, and which matrices are staged; the order of the ops is the model's.
 Norms ahead of a matrix are folded into it where its module says so (weights/loading.py), so that a
-product only scales rows. Those ahead of quantised matrices are a part of the products around them
-for few rows (norms_between.py), else launches of their own.
+product only scales rows. A norm between two quantised matrices is, for few rows, a part of both
+products (norms_between.py). All other norms ahead of quantised matrices are launches of their own.
 """
 
 import copy
@@ -191,9 +191,10 @@ class KernelBackend:
 
         The result overwrites `residual`. The launch may start while the kernel before it ends
         (PDL), but not behind a small kernel that leaves SMs empty: the GPU would put two CTAs of
-        this launch on one SM, and the CTAs of later launches unevenly on the others. Nor behind a
-        norm in the product ahead if SMs take longer to expand W than HBM to deliver it: one SM with
-        two CTAs then doubles the time (llama-3-70b in AWQ on an H100, 8 rows: 21.7 ms a step).
+        this launch on one SM, and the CTAs of later launches unevenly on the others. Nor may it
+        if the product ahead does a part of the norm and SMs take longer to expand W than HBM to
+        deliver it: an SM with two CTAs then takes twice as long, and the launch with it
+        (llama-3-70b in AWQ, 8 rows, H100, commit 71cd841: 21.7 ms a step).
         """
         name, staging = linear.name, self.staging
         if (scaled := self._norms.read(linear, x)) is not None:

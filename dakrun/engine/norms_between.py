@@ -1,8 +1,8 @@
 """RMSNorms between two products with matrices of 4 and 8 bits, of which each product does a part.
 
-Such a matrix takes in no norm's weight. So the product ahead of the norm, which adds to the hidden
-states, also writes them times that weight (kernels/gemm/scaled_rows.py), for few rows. Nothing of
-the norm is then launched. Knows which matrices follow each other, not how they are multiplied.
+The norm's weight cannot be folded into such a matrix. So, for few rows, the product ahead of the
+norm also writes its output, the hidden states, times that weight (kernels/gemm/scaled_rows.py). The
+norm then needs no launch. Knows which matrices follow each other, not how they are multiplied.
 """
 
 import copy
@@ -18,7 +18,7 @@ from dakrun.models.decoder import passes_on_norm
 from dakrun.models.experts import Experts
 from dakrun.models.modules import Linear
 
-CanScale = Callable[[int, TieredMatrix], bool]  # whether a product of so many rows does a part
+CanScale = Callable[[int, TieredMatrix], bool]  # whether so many rows' product can do a part
 
 
 class NormsBetween:
@@ -31,7 +31,7 @@ class NormsBetween:
         vectors: Mapping[str, torch.Tensor],
         can_scale: CanScale,
     ) -> None:
-        """`vectors` has the norms' weights. Without room (`with_rows`) no product does a part."""
+        """`vectors` has the norms' weights. Only a copy by `with_rows` has memory for rows."""
         self._can_scale = can_scale
         # By the product ahead: both matrices, the norm's weight and its factor.
         self._ahead: dict[str, tuple[list[TieredMatrix], torch.Tensor, float]] = {}
@@ -44,10 +44,10 @@ class NormsBetween:
                 self._ahead[ahead.name] = both, weight, factor_of(weight)
                 self._behind[behind.name] = ahead.name
         self._rows: ScaledRows | None = None
-        self._x: torch.Tensor | None = None  # the hidden states of which there are scaled ones
+        self._x: torch.Tensor | None = None  # the hidden states whose scaled rows are in _rows
 
     def with_rows(self, rows: int) -> "NormsBetween":
-        """A copy with memory for the hidden states of `rows` tokens, or of as many as are few."""
+        """A copy with memory for `rows` scaled rows, at most SPLITK_MAX_ROWS."""
         found = copy.copy(self)
         found._rows = found._x = None
         if self._ahead:
@@ -56,7 +56,7 @@ class NormsBetween:
         return found
 
     def write(self, linear: Linear, x: torch.Tensor) -> ScaledRows | None:
-        """What `linear` has to write beside the hidden states x, its result; None if nothing."""
+        """Where `linear` writes scaled rows beside its output x; None if it writes none."""
         if linear.name not in self._ahead:
             return None
         matrices, *_ = self._ahead[linear.name]
@@ -66,7 +66,7 @@ class NormsBetween:
         return self._part(linear.name, len(x)) if fits else None
 
     def read(self, linear: Linear, x: torch.Tensor) -> ScaledRows | None:
-        """What `linear` multiplies instead of norm(x); None if there are no scaled rows of x."""
+        """The rows that `linear` multiplies instead of norm(x); None if x has no scaled rows."""
         if linear.norm is None or x is not self._x or linear.name not in self._behind:
             return None
         return self._part(self._behind[linear.name], len(x))

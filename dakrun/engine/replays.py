@@ -1,4 +1,4 @@
-"""Statistics of a runner's replays: how often each graph ran, its idle rows, and the gaps."""
+"""Statistics of CUDA graph replays: replays and padding rows by bucket, gaps between steps."""
 
 import statistics
 from collections import Counter
@@ -18,12 +18,12 @@ class Replays:
     gaps_s: list[float] = field(default_factory=list)
 
     def add(self, bucket_rows: int, rows: int) -> None:
-        """Count a replay of a bucket with so many `rows` that have a request."""
+        """Count a replay of a bucket of `bucket_rows`, of which `rows` have a request."""
         self.count[bucket_rows] += 1
         self.padding[bucket_rows] += bucket_rows - rows
 
     def report(self) -> dict[str, Any]:
-        """The figures by bucket, and the median gap; None without one."""
+        """Replays and padding rows of each bucket, and the median gap; None without a gap."""
         buckets = [
             {"rows": rows, "replays": count, "padding_rows": self.padding[rows]}
             for rows, count in sorted(self.count.items())

@@ -20,7 +20,7 @@ _NO_MORE = object()  # instead of a request: the run has all of them
 class Waiting:
     """The requests of `source`, and of `preemption`'s queue, until `admission` gives them slots.
 
-    Their prompts go to `prompts`. None from `source` says that no request has arrived.
+    Prompts of requests with slots go to `prompts`. `source` gives None if no request has arrived.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Waiting:
 
     @property
     def beginning(self) -> list[RequestState]:
-        """The requests in slots that do not run yet."""
+        """The requests that have slots and do not run yet."""
         return [*self._prompts.requests, *self._preemption.swapping_in]
 
     @property
@@ -46,9 +46,9 @@ class Waiting:
     ) -> Generator[RowError, None, bool]:
         """Give slots to requests while there is room and the run is not `closed`.
 
-        Their prompts, or their saved blocks, follow.
-        Yields the errors of those that cannot begin, or need a larger KV cache. Returns whether
-        none waits: none was there when the source was asked, or it is exhausted.
+        Their prompts are then computed, or their saved KV blocks copied back. Yields the errors of
+        requests that cannot begin or need a larger KV cache. Returns whether no request waits: the
+        source had none when asked, or is exhausted.
         """
         queue = self._preemption.queue
         while self._admission.is_open and not closed.is_set():

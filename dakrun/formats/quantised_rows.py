@@ -32,7 +32,7 @@ class QuantisedRows(WeightFormat):
 
     @property
     def waits_for_memory(self) -> bool:  # type: ignore[override]
-        """Not those of 4 bits: an H100 expands them about as fast as it reads them."""
+        """True for 8 bits. An H100 expands 4 bits about as fast as it reads them."""
         return self.layout.bits == 8
 
     @property

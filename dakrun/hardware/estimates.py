@@ -1,7 +1,7 @@
 """Costs of kernels that a profile has not measured: quantized weights, routers and experts.
 
 They follow from the profile's rates and what one SM does, as far as it was measured on other cards.
-`dakrun profile` measures all of them, `--profile auto` those of the run's models.
+`dakrun profile` measures all of them, `--profile auto` those that the run's models need.
 """
 
 from dataclasses import dataclass, replace

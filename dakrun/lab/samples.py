@@ -105,7 +105,7 @@ def provenance(source: str, measurements: Sequence[Measurement]) -> Provenance:
 
 
 def extended(before: Provenance, measurements: Sequence[Measurement]) -> Provenance:
-    """That of a profile with more figures: it keeps its date, and all figures count together."""
+    """The provenance of a profile with more figures: same date, spreads of all figures together."""
     if (said := _SPREADS.search(before.source)) is None:
         return before
     unsteady, total, name, worst = _counted(measurements)
@@ -116,7 +116,7 @@ def extended(before: Provenance, measurements: Sequence[Measurement]) -> Provena
 
 
 def _counted(measurements: Sequence[Measurement]) -> tuple[int, int, str, float]:
-    """How many figures spread, and of how many; the name and spread of the worst."""
+    """Number of unsteady figures and of all; name and spread of the figure that spreads most."""
     worst = max(measurements, key=lambda m: m.spread)
     return sum(not m.steady for m in measurements), len(measurements), worst.name, worst.spread
 

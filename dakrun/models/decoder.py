@@ -107,10 +107,10 @@ class Layer:
 
 
 def passes_on_norm(ahead: Module, behind: Module) -> bool:
-    """Whether kernels that multiply few rows by `ahead` do a part of the norm of `behind`.
+    """Whether the products with `ahead` and `behind` each do a part of the norm between them.
 
-    It is an RMSNorm of the hidden states that no matrix takes in, since `behind` is quantised, and
-    `ahead`, right before it, is quantised too.
+    True for an RMSNorm of the hidden states between two quantised matrices: it cannot be folded
+    into `behind`. Kernels do so for few rows.
     """
     return (
         isinstance(ahead, Linear)

@@ -158,7 +158,7 @@ def _from_rotary(fields: Fields, name: str, family: FamilyName) -> ModelConfig:
     count = fields.count("max_position_embeddings", defaults.max_positions)
     theta, scaling = rope_of(fields, family, defaults.theta, name, count)
     stretched = 0
-    if isinstance(scaling, YarnRope):  # which model cards say to add, and to change no other key
+    if isinstance(scaling, YarnRope):  # model cards say to add YaRN and leave the other keys as is
         stretched = int(min(scaling.factor * scaling.original_max_positions, MAX_SIZE))
     positions = [(max(count, stretched), "")]
     if isinstance(scaling, LongRope):
@@ -219,7 +219,7 @@ def _shared_fields(fields: Fields, name: str, eos: int | None = 2) -> dict[str, 
 
 
 def _named_dtype(raw: Mapping[str, Any]) -> Any:
-    """The dtype that a config.json names, also as "torch.float16"; "auto" and None name none."""
+    """The dtype that a config.json names, without a leading "torch."; None for "auto" or none."""
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     found = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     return None if found == "auto" else found

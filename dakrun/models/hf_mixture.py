@@ -8,7 +8,7 @@ _EXPERTS = ("num_experts", "num_local_experts")  # the second since transformers
 
 
 def mixture_of(fields: Fields, family: FamilyName, name: str) -> MixtureConfig | None:
-    """The experts of a model called `name`; None if no layer has any. Raises as the fields do."""
+    """The experts of the model `name`; None if no layer has experts. Raises as the fields do."""
     found = _of_family(fields, family, name)
     if found and len(found.dense_layers) >= fields.count("num_hidden_layers"):
         return None

@@ -28,7 +28,7 @@ def rotary_factor(fields: Fields, default: float, name: str) -> float:
 def rope_of(
     fields: Fields, family: FamilyName, theta: float, name: str, positions: int
 ) -> tuple[float, RopeScaling | None]:
-    """Base (`theta` by default) and scaling of RoPE of a model with as many `positions`.
+    """Base (`theta` by default) and scaling of RoPE of a model with `positions` positions.
 
     Up to the model's positions `dynamic` is plain RoPE.
     """

@@ -1,4 +1,4 @@
-"""What a config.json says of the positions to which layers attend."""
+"""Keys of config.json for attention: causal or not, chunks, sliding windows."""
 
 from dakrun.config import FamilyName
 from dakrun.errors import CannotRun
@@ -32,8 +32,8 @@ def check_attention(fields: Fields, name: str) -> None:
 def window_of(fields: Fields, family: FamilyName, name: str, default: int | None) -> int | None:
     """Positions to which a layer with a sliding window attends; None if no layer has one.
 
-    `default` is that of an absent field. A window counts in a family without as well: there
-    transformers forgets what is before it, but only once a prompt is computed.
+    `default` is the window if the key is absent. A window also counts in families whose attention
+    has none: there transformers drops older keys and values from its cache after the prompt.
     """
     key = "sliding_window"
     if family in _BY_LAYER and fields.has("layer_types"):
@@ -43,7 +43,7 @@ def window_of(fields: Fields, family: FamilyName, name: str, default: int | None
     if not fields.has(key) and (default is None or key in fields.raw):
         return None
     if family in _BY_LAYER and family in _BY_FLAG:
-        first = "max_window_layers"  # before it, layers have no window
+        first = "max_window_layers"  # the first layer with a window
         none = fields.raw.get(first) == 0
         at = 0 if none else fields.count(first) if fields.has(first) else 28
         if at >= fields.count("num_hidden_layers"):

@@ -34,7 +34,7 @@ class Op:
     in `units`: row blocks of a weight; slots of a cache, which has `kv_blocks` in all, or parts of
     them (slot_parts), rounded to whole blocks. `matrix` is the first layer's, stored in `format`.
     An element of activations has `element_bytes`. A linear op that is `normed` has a norm ahead of
-    it; with `norm_between` that is a part of the products around it, if rows are few. Of experts
+    it; with `norm_between` the products around that norm do it, if rows are few. Of experts
     `chances` has the chance that a step reads each, in the order of the units.
     """
 
@@ -182,9 +182,9 @@ def slot_parts(workload: Workload) -> int:
 
 
 def cost_kinds(model: ModelConfig) -> frozenset[str]:
-    """The kinds of costs (hardware.ESTIMATED) of kernels that `model` uses and not every model.
+    """The kinds of costs in hardware.ESTIMATED that plans of `model` need.
 
-    They are the kinds of its quantized weights, and of a mixture those of experts and routers.
+    They are the kinds of its quantized weights; for a mixture also "experts" and "router".
     """
     matrices = list(decoder_of(model).matrices())
     formats = (matrix.format for matrix in matrices)

@@ -227,10 +227,11 @@ def staged_time(
 def norm_time(op: Op, profile: HardwareProfile) -> float:
     """Seconds of the norm ahead of `op`, and of a router; 0 if there is none or costs are unknown.
 
-    Ahead of a quantized weight it is a part of the products around it for few rows, as it is a part
-    of one in 16 bits (Op.norm_between); the product starts late unless it waits for memory. Else it
-    is a launch of its own, behind which every product starts late. Its CTAs normalize a row each,
-    so that few rows take as long as 2 * FEW_ROWS, which are measured as such a launch.
+    Of few rows, a norm between two quantized weights (Op.norm_between) is a part of both products,
+    and costs as much as a norm folded into a weight of 16 bits. The second product starts late
+    unless its format waits for memory. Any other norm ahead of a quantized weight is a launch of
+    its own, behind which the product starts late. Each CTA normalizes one row, so few rows take as
+    long as 2 * FEW_ROWS, which are measured as such a launch.
     """
     costs = profile.router_or_estimate if op.category == "experts" else profile.norm
     if not op.normed or costs is None:

@@ -22,10 +22,10 @@ from dakrun.resources import cache_dir
 def load_on_node(model: str, run: RunOptions, *, memory_sharers: int = 1) -> LLM:
     """The model, planned for this node and loaded.
 
-    The profile "auto" is the one that this node keeps of its GPU; what that lacks for the model is
-    measured, all of it the first time. Up to `memory_sharers` actors like this one share the node's
-    free host memory, as many as there is room for: each plans with its part. Raises UsageError or
-    CannotRun.
+    The profile "auto" is the one that this node keeps of its GPU; costs that it lacks for the model
+    are measured, the whole GPU the first time. Up to `memory_sharers` actors like this one share
+    the node's free host memory, as many as there is room for: each plans with its part. Raises
+    UsageError or CannotRun.
     """
     profile = run.profile
     if profile == "auto":

@@ -80,7 +80,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _neutral() -> dict[str, Any]:
-    """The values of options that are left out where they change nothing."""
+    """The defaults of options that a fingerprint leaves out at their defaults."""
     return {name: getattr(SamplingParams(), name) for name in _NEWER}
 
 
@@ -211,7 +211,7 @@ def differences(
 
 
 def _with_neutral(sampling: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`sampling` with the neutral values of options that only `other` has."""
+    """`sampling`, with defaults for the options that only `other` has."""
     return {**{name: value for name, value in _neutral().items() if name in other}, **sampling}
 
 

@@ -48,5 +48,5 @@ def supported_fields(
 
 
 def integer_of(value: Any) -> Any:
-    """The integer that a whole float is; any other value as it is."""
+    """A whole float as an integer; any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -56,8 +56,8 @@ class EstimatedRules(PromptRules):
     def checked_params(self, params: SamplingParams) -> SamplingParams:
         """`params`: there may be a tokenizer for their strings.
 
-        Raises BadRow for a form of the answer that no grammar can follow, for tokens that are not
-        in the vocabulary, and for bad words that cannot be encoded.
+        Raises BadRow for a `structured_outputs` of which no grammar can be made, for tokens outside
+        the vocabulary, and for bad words that cannot be encoded.
         """
         if params.structured_outputs is not None and (why := _problem(params.structured_outputs)):
             raise BadRow("invalid_grammar", why)

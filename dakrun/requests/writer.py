@@ -77,7 +77,7 @@ class ResultWriter:
     ) -> None:
         self._changed, self._retry_failed = changed, retry_failed
         self._digests: RowDigests | None = None
-        self._failed: set[int] = set()  # hashes of the ids of error rows that are not run again yet
+        self._failed: set[int] = set()  # hashes of ids of failed rows that are not yet run again
         self._replaced = False  # whether the output has ids twice
         self._order = InputOrder() if ordered else None
         self.failed_before = self.rows = 0
@@ -307,7 +307,7 @@ class ResultWriter:
         return rows.size
 
     def _run_again(self, request_id: str) -> None:
-        """Count the result of a row no more, since a new one will replace it."""
+        """Stop counting the result of a row: a new one will replace it."""
         hashed = id_hash(request_id)
         self.failed_before -= hashed in self._failed
         self._failed.discard(hashed)

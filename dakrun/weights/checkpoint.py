@@ -77,7 +77,8 @@ class Checkpoint:
         Also raise it if a layer has a weight, bias, scale, zero or expert that the model does not
         name, or if a tied head is stored and differs from the embeddings. Further tensors (rotary
         tables, other heads and towers, layers that predict further tokens) are ignored, as in
-        transformers. Names may lack the leading "model.", and a tied table may have the head's.
+        transformers. Names may lack the leading "model.". Embeddings tied to the head may be
+        stored under the head's name.
         """
         config = model.config
         behind = range(config.num_layers, config.num_layers + config.extra_layers)
@@ -85,7 +86,7 @@ class Checkpoint:
         bare = table not in self._tensors and table.removeprefix(ROOT) in self._tensors
         self._left_out = ROOT if bare else ""
         lacks = config.tied_embeddings and not bare and table not in self._tensors
-        if lacks and HEAD in self._tensors:  # the one name that safetensors kept of two
+        if lacks and HEAD in self._tensors:  # safetensors kept one of two names
             self._tensors[table] = self._tensors.pop(HEAD)
         used: set[str] = set()
         for operand in (*model.matrices(), *model.vectors()):
@@ -163,7 +164,7 @@ class Checkpoint:
         )
 
     def _is_empty_bias(self, name: str, config: ModelConfig) -> bool:
-        """Whether a tensor is a quantized module's bias of zeros: old writers of GPTQ add them."""
+        """Whether a tensor is a bias of zeros of a quantized module: old GPTQ tools add them."""
         module, extent = name.removesuffix(".bias"), self._tensors[name][1]
         if module == name or extent is None:
             return False

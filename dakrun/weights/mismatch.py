@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint that do not fit its config.json, by their names.
+"""Errors for tensors of a checkpoint that do not fit its config.json, by their names.
 
-Knows names, not files.
+Reads no file.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun
 
-# Ends of names that quantizers give to packed weights, the last three bitsandbytes.
+# Ends of names that quantizers give to packed weights; the last three are bitsandbytes'.
 QUANTIZED = (
     *(".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
     *(".weight.absmax", ".weight.quant_map", ".SCB"),

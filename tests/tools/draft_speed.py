@@ -1,4 +1,4 @@
-"""Measures `dakrun generate` with drafts against without, on requests that drafts suit and do not.
+"""Compares `dakrun generate` with and without drafts, on requests that drafts suit and do not suit.
 
     python tests/tools/draft_speed.py --model SmolLM2-7B --ratio 0.48 --batch-size 64
     python tests/tools/draft_speed.py --model llama-3-8b --files ragged.jsonl --modes off,auto \\
@@ -7,19 +7,19 @@
 The model needs a chat template and must be able to copy; tile_model.py makes a large one of a small
 one. The files of requests are the same in every run:
 
-    copy     256 texts of about 150 to 400 tokens, a third each to repeat with one word changed, to
-             write as a list, and to take records from; the answers have begun
-    chat     64 short questions, no two alike; with as many rows, the slowest answer decides
-    random   64 prompts of random token ids, sampled, so that hardly anything occurs twice
+    copy     256 texts of about 150 to 400 tokens: a third to repeat with one word changed, a third
+             to write as a list, a third to take records from; the prompt begins the answer
+    chat     64 short questions, no two alike; in a batch of 64 rows, the slowest answer decides
+    random   64 prompts of random token ids; answers are sampled, so that hardly any text repeats
     FILE     any other requests
 
 Every mode runs in a process of its own, the modes in turn, --runs times. For each file and mode
-but the first a line says: tokens/s of the first mode and of this one, and their ratio (medians);
-the tokens that a step gave a row; the share of drafts accepted; the seconds of both; the seconds
-that the plan predicts for the file without drafts; and how many answers are equal, which in 16 bits
-need not be all. Tokens/s are `tokens_per_s` of the report: new tokens over `time.wall_s`, which
+but the first a line says: the ratio of tokens/s to the first mode's, and both (medians); the tokens
+that a step gave a row; the share of drafts accepted; the seconds of both; the seconds that the plan
+predicts for the file without drafts; and how many answers are equal (in 16 bits, rounding may
+change some). Tokens/s are `tokens_per_s` of the report: new tokens over `time.wall_s`, which
 counts from the first request to the last result, prompts included. Loading the model and capturing
-graphs are over by then and count nowhere.
+graphs end before, and do not count.
 
 --folder keeps the requests, results and reports. Options behind `--` are those of generate.
 """
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = {"copy": 256, "chat": 64, "random": 64}
 NEW = {"copy": 96, "chat": 128, "random": 48}  # new tokens at most
 RANDOM_PROMPT = 128
-TEMPERATURE = 1.0  # of the requests of random ids: likeliest answers to them repeat themselves
+TEMPERATURE = 1.0  # of the requests of random ids: greedy answers to them repeat themselves
 
 THINGS = (
     "river stone lamp garden window market bridge letter kettle ladder candle basket orchard "
@@ -201,9 +201,11 @@ def main() -> int:
     parser.add_argument("--ratio", help="ratio of the weights on the host; KV is then in HBM")
     parser.add_argument("--batch-size", default="64")
     parser.add_argument("--files", default="copy,chat,random", help="copy, chat, random, or files")
-    parser.add_argument("--modes", default="off,suffix", help="of --speculate; the first is base")
+    parser.add_argument(
+        "--modes", default="off,suffix", help="of --speculate; the first is the base"
+    )
     parser.add_argument("--runs", type=int, default=1, help="of each mode")
-    parser.add_argument("--rows", type=int, help="the first rows of copy, chat and random alone")
+    parser.add_argument("--rows", type=int, help="use only the first N of copy, chat, random")
     parser.add_argument("--max-seconds", type=float, default=3600, help="for everything")
     parser.add_argument("--folder", type=Path, help="where files are kept; default: nowhere")
     parser.add_argument("options", nargs="*", help="options of generate, behind --")

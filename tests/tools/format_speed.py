@@ -2,13 +2,14 @@
 
     python tests/tools/format_speed.py --shape 4096x4096 --rows 8 --dtype bfloat16
 
-Each format's column has the time of a product over that of the same shape in 16 bits, by the
-kernel that the engine uses for the number of rows, and the most that is expected of it; "!" marks a
-larger one. Weights are random codes and scales in the layout of kernels, all in HBM.
+Each format's column has the ratio of its time to that of the same product in 16 bits, by the
+kernel that the engine uses for the number of rows, and the largest ratio expected; "!" marks a
+larger one.
+Weights are random codes and scales in the kernels' layout, all in HBM.
 
-Times are medians of graphs with a launch for one weight after the other, all of which have far
-more bytes than L2; the graphs of all formats are replayed in turns. Exit status 1: a row of a
-product differs too much from that in float64.
+Times are medians of CUDA graphs. Each launch of a graph reads another weight; together the weights
+have far more bytes than L2. The graphs of all formats are replayed in turns. Exit status 1: a row
+of a product differs too much from the product in float64.
 """
 
 import argparse
@@ -44,7 +45,7 @@ FORMATS: dict[str, WeightFormat] = {
 }
 SHAPES = (28672, 7168), (28672, 4096), (4096, 14336), (4096, 4096)
 ROWS = 1, 8, 16, 64, 512, 4096
-FOUR_BITS = {(4096, 14336): 0.34, (4096, 4096): 0.40}  # the bars of few rows and groups of 128
+FOUR_BITS = {(4096, 14336): 0.34, (4096, 4096): 0.40}  # bars for up to 16 rows, groups of 128
 CHAIN_BYTES, LEAST_WEIGHTS = 2**30, 3  # of a chain
 REPLAYS, ACCESS = 5, (TierAccess(),)
 CHECKED_ROWS = 64  # of X, in equal steps: one in each tile of rows
@@ -53,7 +54,7 @@ SIZES = {"int4": 5.0, "int8": 75.0, "e2m1": 3.0, "e4m3": 100.0}  # of codes
 
 
 def bar(stored: WeightFormat, shape: Shape, n: int) -> float | None:
-    """The most that a product may take, over the same in 16 bits; None where nothing is set."""
+    """The largest ratio expected of a product's time to that in 16 bits; None if not set."""
     if not isinstance(stored, Quantised):
         return None
     if n > 64:

@@ -2,15 +2,16 @@
 
     python tests/tools/grouped_speed.py --rows 8 --rows 512
 
-A step of N rows multiplies by 8 of 128 experts a row, first by gate and up, then by down, all in
-HBM. "dakrun" is the time of two launches: of the grouped SplitK_GEMM, which also gathers rows,
-gates them and adds up each row's experts; or for many rows of the grouped tiled GEMM, which gates.
-Rows are then permuted beforehand, as they are for torch in all cases; "whole" is the time with the
-launches that permute and add up. torch multiplies only: it does not gate, nor add up.
+A step of N rows multiplies each row by 8 of 128 experts, first by gate and up, then by down, all in
+HBM. "dakrun" is the time of two launches. For few rows both are the grouped SplitK_GEMM, which also
+gathers rows, gates them and combines each row's experts. For many rows both are the grouped tiled
+GEMM, which gates; its rows are permuted beforehand. "whole" includes the launches that permute and
+combine. torch's rows are always permuted beforehand; it neither gates nor combines.
 
-Times are medians of graphs of launches with other experts and weights each, far more than L2 holds,
-replayed in turns. The limit is the larger of the time to read the chosen experts' weights at the
-rate measured here, and of the products at --tflops. Exit status 1: a row of a product is wrong.
+Times are medians of CUDA graphs, replayed in turns. Each launch of a graph has other experts and
+weights, together far more than L2 holds. The limit is the larger of two times: to read the chosen
+experts' weights at the HBM rate measured here, and to multiply at --tflops. Exit status 1: a row of
+a product is wrong.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 DTYPE = torch.bfloat16
 ROWS = 1, 8, 64, 512, 4096
-LAYERS, INPUTS = 4, 16  # of a chain: 4.5 GiB of weights; few rows choose other experts each time
+LAYERS, INPUTS = 4, 16  # of a graph: 4.5 GiB of weights; each input of few rows has other experts
 MOST_ERROR = 8e-3  # of a row, over its norm: products are rounded to bfloat16 once
 REPLAYS, ACCESS = 9, (TierAccess(),)
 BARS = {512: 0.80, 4096: 0.65}  # share of the limit

@@ -2,10 +2,10 @@
 
     python tests/tools/sanitize.py [GROUP ...] [--tool racecheck] [--seconds 300]
 
-On a machine with a GPU. sanitize.toml has the groups; without one, all run. Prints a line for each
-group and tool: the tool's summary and pytest's last line; below it what was found. Exit status 1:
-a finding, or tests that failed or were not run (skipped, or out of time). Logs are kept in
-build/sanitize, or --output, and compiled kernels beside them, for all tests and for next time.
+Needs a GPU. sanitize.toml has the groups; without GROUP, all run. Prints a line for each group and
+tool, with the tool's summary and pytest's last line, and the findings below it. Exit status 1: a
+finding, or tests that failed or did not run (skipped, or out of time). Logs are kept in
+build/sanitize, or --output. Compiled kernels are kept there too, for the next run.
 
 racecheck sees the project's kernels alone, compiled with RACECHECK=1 (native/README.md).
 """
@@ -80,7 +80,7 @@ class Check:
             )  # fmt: skip
 
     def report(self, status: int | None, seconds: float) -> tuple[bool, list[str]]:
-        """Whether all tests ran and nothing was found, and lines on it; no status: out of time."""
+        """Whether all tests ran without a finding, and lines to print. No `status`: out of time."""
         said, log = (self.file(suffix).read_text(errors="replace") for suffix in (".txt", ".log"))
         closings = re.findall(r"^(?:=+ )?(\d+ \w+.* in \d[\d.]*s\b.*?)(?: =+)?$", log, re.MULTILINE)
         closing = "out of time" if status is None else closings[-1] if closings else "no test ran"
@@ -99,7 +99,7 @@ class Check:
 
 
 def run(checks: Sequence[Check], sanitizer: str, seconds: float) -> bool:
-    """Run all at once, for so many seconds at most; whether all were good."""
+    """Run all at once, for at most `seconds`; True if all passed without a finding."""
     known = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
     begun, all_good = time.monotonic(), True
     running = {check: check.begin(sanitizer, known) for check in checks}

@@ -2,9 +2,10 @@
 
     python tests/tools/step_trace.py -- bench --model opt-6.7b --load-format dummy --ratio 0
 
-For each kernel of the middle layer: us that it ran, its gap to the end of the kernel before, and
-us from that end to its own, which add up to a layer's time. Figures are medians over steps and
-layers. What is outside layers follows. The gap of a step's first kernel is that between steps.
+For each kernel of a layer: the us that it ran, its gap to the end of the kernel before, and the us
+from that end to its own, which add up to a layer's time. Figures are medians over steps and layers;
+grids are those of the middle layer. Kernels outside layers follow. The gap of a step's first kernel
+is the gap between steps.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def kernels(events: list[dict[str, Any]]) -> list[Kernel]:
 
 
 def steps_of(launched: list[Kernel], first: str) -> list[list[Kernel]]:
-    """The last 12 steps with the most common kernels; a step begins where a name begins so."""
+    """The last 12 steps with the most common kernels; names of their first begin with `first`."""
     starts = [i for i, kernel in enumerate(launched) if kernel.name.startswith(first)]
     steps = [launched[a:b] for a, b in zip(starts, [*starts[1:], len(launched)], strict=False)]
     names = [tuple(kernel.name for kernel in step) for step in steps]
@@ -54,7 +55,8 @@ def steps_of(launched: list[Kernel], first: str) -> list[list[Kernel]]:
 def layers_of(names: list[str]) -> list[range]:
     """The places of a step's layers: the kernels that repeat over its longest stretch.
 
-    Of what may be a layer's first kernel, that with most layers, then the first. Empty if none.
+    Any kernel of the stretch may begin a layer: take the one with most layers, then the earliest.
+    Empty if nothing repeats.
     """
     longest, begin, length = 0, 0, 0
     for size in range(1, len(names) // 2 + 1):
@@ -96,7 +98,9 @@ def lines(steps: list[list[Kernel]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show the kernels of a decode step.")
-    parser.add_argument("--first", default="embed", help="what a step's first kernel is called")
+    parser.add_argument(
+        "--first", default="embed", help="start of the name of a step's first kernel"
+    )
     parser.add_argument("command", nargs="+", help="of dakrun, behind --")
     given = parser.parse_args()
     if not torch.cuda.is_available():

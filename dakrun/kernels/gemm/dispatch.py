@@ -106,8 +106,9 @@ class Products:
         """out [N, M] = activation(norm(x) W^T + bias) + residual; `residual` may be `out` itself.
 
         `accesses` has the limits of reading each part of W. The norm has no weight and no bias.
-        Where the weight and the rows allow (can_scale), `scaled` has a part of a whole RMSNorm that
-        its rows, x, lack, and a part of the next one goes to `scales` (gemm.splitk_gemm).
+        If can_scale, x may be the rows of `scaled`: this product then does the second half of their
+        RMSNorm. If `scales` is given, it does the first half of the next RMSNorm and writes it
+        there (gemm.splitk_gemm).
         With `pdl` the launch may start while its predecessor ends. `ahead` may be prefetched into
         L2 for a later product.
         """
@@ -143,7 +144,7 @@ class Products:
                 )  # fmt: skip
 
     def can_scale(self, n: int, weight: TieredMatrix) -> bool:
-        """Whether a product of `n` rows takes and writes ScaledRows."""
+        """Whether a product of `n` rows can read and write ScaledRows."""
         return bool(weight.format.macros) and self.kernel_for(n, weight) == "splitk"
 
     def ahead(

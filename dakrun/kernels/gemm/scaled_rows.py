@@ -1,8 +1,8 @@
-"""An RMSNorm between two products by SplitK_GEMM over elements of 4 and 8 bits, as part of both.
+"""An RMSNorm between two products of SplitK_GEMM with weights of 4 or 8 bits, half of it in each.
 
-The first writes, beside its outputs y, rows y * weight * factor and partial sums of y^2. The second
-multiplies these rows and scales its sums by rsqrt(mean(y^2) + eps) / factor. Both are in
-native/splitk_norm.cuh.
+The first product writes, beside its output y, rows y * weight * factor and partial sums of y^2. The
+second multiplies these rows and scales its accumulators by rsqrt(mean(y^2) + eps) / factor.
+native/splitk_norm.cuh describes both.
 """
 
 import math
@@ -15,12 +15,12 @@ from dakrun.kernels.runtime import operands
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
-SQUARES = 4  # partial sums of a row are a multiple of it: kernels load that many at once
+SQUARES = 4  # a row's number of partial sums is a multiple: kernels load that many at once
 
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """Rows y of which a norm has been applied in part.
+    """Rows y after the first half of an RMSNorm.
 
     `rows` [N, M] are y * `weight` [M] * `factor`, a power of two. `squares`, float32 [N, 4 i], has
     the sum of y^2 of each row block, and zeros behind the last one.
@@ -33,7 +33,7 @@ class ScaledRows:
 
     @classmethod
     def empty(cls, n: int, weight: torch.Tensor, factor: float | None = None) -> "ScaledRows":
-        """Memory for `n` rows, scaled for the norm of `weight`; the factor is factor_of it."""
+        """Memory for `n` rows, for a norm with `weight`; `factor` is by default factor_of it."""
         squares = weight.new_zeros(n, squares_of_row(len(weight)), dtype=torch.float32)
         factor = factor_of(weight) if factor is None else factor
         return cls(weight.new_empty(n, len(weight)), squares, weight, factor)
@@ -43,7 +43,7 @@ class ScaledRows:
         return ScaledRows(self.rows[rows], self.squares[rows], self.weight, self.factor)
 
     def check(self, x: torch.Tensor, n: int, m: int) -> None:
-        """Raise ValueError if it is none of `n` rows of `m` columns like those of `x`."""
+        """Raise ValueError unless this has `n` rows of `m` columns, in the dtype and GPU of `x`."""
         wanted: dict[str, operands.Wanted] = {
             "scaled rows": (self.rows, (n, m), x.dtype),
             "squares": (self.squares, (n, squares_of_row(m)), torch.float32),
@@ -75,12 +75,12 @@ def check_scaled(
 
 
 def squares_of_row(cols: int) -> int:
-    """Partial sums of a row of `cols`, with the zeros behind them."""
+    """Number of partial sums of a row of `cols` columns, with the zeros behind them."""
     return SQUARES * ceil_div(cols, ROWS_PER_BLOCK * SQUARES)
 
 
 def factor_of(weight: torch.Tensor) -> float:
-    """The largest power of two for which |`weight`| times it is at most 1: so no row overflows."""
+    """The largest power of two f with |`weight`| f <= 1, so that no row overflows."""
     most = weight.abs().max().item() if len(weight) else 0.0
     if most == 0 or not math.isfinite(most):
         return 1.0

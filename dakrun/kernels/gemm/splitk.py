@@ -131,9 +131,9 @@ def splitk_gemm(
     With `pdl` the launch may start while its predecessor ends, and reads weights meanwhile.
     `ahead`, uint8 1-D in the GPU's own memory, is prefetched into L2 as this launch ends. Halves of
     K need a `workspace` and no norm. A W of fewer than 16 bits needs at most
-    SPLITK_UNITS_MAX_ROWS rows of x, and no norm: it may have a part of an RMSNorm. If `scaled` is
-    given, x is its `rows`, and the norm, with `eps`, is applied to what they were before. `scales`
-    are written, from the rows of out.
+    SPLITK_UNITS_MAX_ROWS rows of x, and no `norm`. It may do halves of RMSNorms instead: with
+    `scaled`, x is its `rows`, and r is 1 / RMS of the rows that they were scaled from, over its
+    factor. `scales`, if given, is written from out for the norm behind it.
     Raises ValueError if an operand does not fit the others.
     """
     (m, k), n = weight.shape, x.shape[0]

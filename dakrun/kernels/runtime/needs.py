@@ -47,7 +47,7 @@ _registered: dict[str, tuple[float, _Of]] = {}
 def compiled_ahead(source: str, *, seconds: float = 1) -> Callable[[_Of], _Of]:
     """Register the decorated function: the macros of the variants of native/`source` by Needs.
 
-    A variant takes about `seconds` of a core to compile, those of most sources less than 1.
+    A variant takes about `seconds` on one core to compile, for most sources less than 1.
     """
 
     def register(of: _Of) -> _Of:

@@ -5,8 +5,8 @@ operand, as layers of a model do. Operands have more than 2 GiB in total, so L2 
 and a chain repeats its launches until it takes 4 ms. A time is the graph's time over its launches.
 Each replay gives one time, after as many replays to warm up. Operands are random values in packed
 order; their remote parts lie in page-locked host memory or in a peer GPU's memory. The baseline is
-torch's kernel with all operands dense in HBM, whatever the ratio. base.py has what chains share,
-gemm.py products, attention.py decode steps and prompts.
+torch's kernel with all operands dense in HBM, whatever the ratio. base.py has the base class,
+gemm.py chains of products, attention.py chains of decode and prompt attention.
 """
 
 from dakrun.lab.cases import Operand, Prompts, Slots, Weight

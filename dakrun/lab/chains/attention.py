@@ -1,4 +1,4 @@
-"""Chains of attention with slots in tiers, of decode steps and prompts: kernels and rivals."""
+"""Chains of decode and prompt attention over slots in tiers, and of torch's and FlashInfer's."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A chain of launches with its buffers: random operands, dense ones for torch, and times.
+"""Base class of chains: buffers with random operands, dense operands for torch, and times.
 
 Knows no kernel.
 """

@@ -1,4 +1,4 @@
-"""Chains of products with packed weights in tiers, and of cuBLAS."""
+"""Chains of products with packed weights in tiers, and of cuBLAS products."""
 
 from collections.abc import Callable, Sequence
 

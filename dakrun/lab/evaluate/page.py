@@ -155,7 +155,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cells(chart: Chart, entry: Entry, result: Result | None, near: str) -> list[str]:
-    """A point as a row of the table of points; the local tier is called `near`."""
+    """A point as a row of the table of points; `near` is the name of the local tier."""
     place = [chart.name, entry.series, f"{entry.x:,.6g}"]
     if result is None:
         return [*place, "", "", "", "", "not measured yet"]

@@ -44,7 +44,7 @@ class Store:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
-            if result.source == "measured":  # the time of a sync is more than a prediction's
+            if result.source == "measured":  # a sync takes longer than a prediction
                 os.fsync(file.fileno())
         self.results[point.key] = result
         self._origins[point.key] = date, self._commit

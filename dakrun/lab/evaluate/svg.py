@@ -159,7 +159,7 @@ class Picture:
     def _names(self) -> list[list[str]]:
         """The lines below each category.
 
-        Words stay whole if they are a little too long; every other name is then a line lower.
+        Words that are a little too long stay whole; every other name is then a line lower.
         """
         names = self.panel.categories
         width = max(int(ACROSS / max(len(names), 1) / LETTER) - 1, 1)

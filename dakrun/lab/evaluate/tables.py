@@ -61,5 +61,5 @@ def rows(panel: Panel) -> list[list[str]]:
 
 
 def digits(value: float) -> str:
-    """Four digits, or all before the point."""
+    """The value with four digits, or with all digits before the point if there are more."""
     return f"{value:,.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"

@@ -102,9 +102,9 @@ def quantized_rows(effort: Effort, card: Card) -> tuple[int, ...]:
 
 
 def quantized_tiles(effort: Effort, card: Card, stored: Quantised) -> set[tuple[int, bool]]:
-    """Tiles of X of the tiled GEMM's variants that quantized_sweep launches, and if they are wide.
+    """The variants of the tiled GEMM that quantized_sweep launches: tiles of X, and whether wide.
 
-    Where the buffer has room for smaller weights alone, there may be others.
+    A buffer too small for all weights may need other variants too.
     """
     every = itertools.product(quantized_rows(effort, card), QUANTIZED_WEIGHTS)
     size = stored.atom_bytes

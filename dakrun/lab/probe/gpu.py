@@ -1,7 +1,7 @@
 """Measures a GPU and its remote tiers the way the kernels use them, and builds the profile.
 
-The sweeps are in sweeps.py and the files *_costs.py, with kernel_costs.py above those of kernels;
-run.py saves the profile.
+The sweeps are in sweeps.py and in the *_costs.py files that kernel_costs.py calls; run.py saves the
+profile.
 """
 
 from collections.abc import Sequence, Set
@@ -36,7 +36,7 @@ Found = tuple[HardwareProfile, tuple[Measurement, ...]]
 def measure_gpu(name: str, effort: Effort, kinds: Set[str] = ESTIMATED) -> Found:
     """Measure torch's current GPU, host memory and peer GPUs for a profile called `name`.
 
-    Of the costs in ESTIMATED only those of `kinds` are measured.
+    Of the kinds of costs in ESTIMATED only `kinds` are measured.
     Raises CannotRun if memory is short or no kernel supports the GPU.
     """
     found = _measure(name, effort, EVERY_MODEL | kinds)

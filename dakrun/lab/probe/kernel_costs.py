@@ -1,6 +1,6 @@
-"""Costs of the project's kernels by kind: their sweeps, the fits, and the variants to compile.
+"""Costs of the project's kernels by kind: sweeps, fits, and the variants to compile.
 
-Knows the rates of HBM and of arithmetic that efficiencies are shares of; makes no profile.
+Efficiencies are shares of given rates of HBM and of arithmetic. Makes no profile.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,7 +53,7 @@ LAUNCHED_OF_MIXTURES = {
 class KernelCosts:
     """Measures costs by kind; figures go to `log`, sweeps to `sweeps`.
 
-    `hbm_rate` is that of HBM in bytes/s, `compute` the rate of the kernels' 16-bit dtype.
+    `hbm_rate` is HBM's rate in bytes/s, `compute` the FLOP/s of the kernels' 16-bit dtype.
     """
 
     def __init__(self, bench: Bench, hbm_rate: float, compute: ComputeRate, log: Log) -> None:
@@ -67,7 +67,10 @@ class KernelCosts:
         }
 
     def fitted(self, kind: str, sweep: Sweep) -> OpCosts:
-        """Fit the costs of a `kind` of op to its sweep, with bytes at the best rate or HBM's."""
+        """Fit the costs of a `kind` of op to its sweep.
+
+        Efficiency is a share of HBM's rate; for kinds in ELEMENT_BYTES, of weight_rate.
+        """
         self.sweeps[kind] = sweep
         found = congestion.op_costs(sweep, partial(self._rate, ELEMENT_BYTES.get(kind)))
         runs = self.bench.effort.runs

@@ -107,8 +107,8 @@ def measure(
 ) -> Probe:
     """Measure `device` for a profile called `name`; `quick` has smaller buffers and fewer runs.
 
-    Of a GPU's costs in ESTIMATED only those of `kinds` are measured. If figures spread, all is
-    measured once more, which `note` says, and the steadier is returned.
+    Of a GPU's kinds of costs in ESTIMATED only `kinds` are measured. If figures spread, all is
+    measured once more, which `note` reports, and the steadier probe is returned.
     """
 
     def once() -> Probe:
@@ -137,7 +137,7 @@ def measure_more(
 
 
 def _steadier(once: Callable[[], Probe], note: Callable[[str], None]) -> Probe:
-    """What `once` measures; if figures spread, the steadier of that and what it measures again."""
+    """The result of `once`; if figures spread, the steadier of two results."""
     first = once()
     if not first.unsteadiness[0]:
         return first
@@ -150,11 +150,11 @@ def kept_or_measured(
 ) -> HardwareProfile:
     """The profile that `--profile auto` means for a run on `device`.
 
-    `kinds` are those of the run's models (plan.cost_kinds), whose costs the profile is to have
-    measured. It is the kept profile if there is one; if that was measured here for another model,
-    costs that it lacks are measured and kept as well. A CPU, or a GPU that cannot be measured, gets
-    a shipped profile. Any other GPU is measured, quickly and once. `progress` reports what is
-    measured. Raises CannotRun if the GPU can neither be measured nor has a shipped profile.
+    `kinds` are the kinds of costs that the run's models need (plan.cost_kinds). The profile is the
+    kept one if there is one; if that was measured on this machine, costs of `kinds` that it lacks
+    are measured and added to it. A CPU, or a GPU that cannot be measured, gets a shipped profile.
+    Any other GPU is measured, quickly and once. `progress` reports what is measured. Raises
+    CannotRun if the GPU can neither be measured nor has a shipped profile.
     """
     name = device_name(device)
     kept = kept_profile(device=device, name=name)
@@ -182,7 +182,7 @@ def kept_or_measured(
 def _completed(
     kept: HardwareProfile, kinds: Set[str], path: Path, progress: Callable[[str], None]
 ) -> HardwareProfile:
-    """The profile in `path` with costs of `kinds` as well; as it is if they cannot be measured."""
+    """`kept` with costs of `kinds` added, saved in `path`; `kept` if they cannot be measured."""
     names = " and ".join(sorted(kinds))
     progress(
         f"profile {kept.name} has no costs of {names} yet: measuring them, once, for "

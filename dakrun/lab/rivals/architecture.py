@@ -78,7 +78,7 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
         "rope_parameters": {"rope_theta": config.rope_theta, **_rope(config)},
         "partial_rotary_factor": config.rotary_factor,
         "use_qk_norm": config.head_norms,
-        "mlp_only_layers": list(range(config.num_layers)),  # unless it has a mixture
+        "mlp_only_layers": list(range(config.num_layers)),  # unless a mixture
         "first_k_dense_replace": config.num_layers,
     }
     if mixture := config.mixture:

@@ -121,7 +121,7 @@ def summary_rows(shown: Overview) -> list[tuple[str, str]]:
 
 def _estimated_text(plan: Plan) -> str:
     """Which products' costs are estimates, as the profile has none."""
-    kinds = cost_kinds(plan.model) - {"router"}  # which belongs to the experts
+    kinds = cost_kinds(plan.model) - {"router"}  # named with the experts
     missing = sorted(kind for kind in kinds if not plan.profile.measures(kind))
     if not missing:
         return ""
