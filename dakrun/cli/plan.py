@@ -84,7 +84,7 @@ def plan(
     of the speed, and the changes that would raise it most. With -i, lengths are those of the file's
     rows (4 characters of text count as a token; --max-tokens is for rows without their own), and
     the time of its run, without drafts, is predicted; rows that cannot run are counted by reason.
-    With a file that has no rows, the plan is as without -i.
+    With a file that has no rows, the plan is as without -i; with --nodes that is an error.
     With --speculate, the time of steps with drafts is predicted, too.
     """
     from dataclasses import replace

@@ -1,11 +1,11 @@
 """The engine: requests in, completions out, over a model whose operands lie in several tiers.
 
 engine.py has the loop of steps: waiting.py lets requests begin, admission.py gives them slots and
-the KV blocks of their prompts, preemption.py has blocks for the next rows and keeps requests that
-gave theirs up, prompt_queue.py cuts prompts into parts, draft_choice.py says which steps carry
-drafts. answers.py begins and ends requests; ended.py has those without a result yet, which
-results.py makes. unfinished.py collects the choices of a row, and has the requests to begin again
-after an error. offline.py has the calls of the Python API that complete prompts, rows_bar.py their
+the KV blocks of their prompts, preemption.py gives KV blocks to the next rows and queues preempted
+requests, prompt_queue.py cuts prompts into parts, draft_choice.py says which steps carry drafts.
+answers.py begins and ends requests; ended.py queues ended requests until results.py makes their
+results. unfinished.py collects the choices of a row, and has the requests to begin again after an
+error. offline.py has the calls of the Python API that complete prompts, rows_bar.py their
 progress bar in the terminal.
 
 progress.py has the state of a request, kv_cache.py the KV blocks of all slots and tiers,

@@ -2,8 +2,8 @@
 
 A step carries a row of every running request and parts of the prompts of new ones. It may be
 launched before the tokens of the previous step are known. waiting.py lets requests begin,
-admission.py gives them slots and the KV blocks of their prompts, preemption.py has those of the
-next rows, prompt_queue.py cuts prompts into parts, ended.py keeps requests without a result yet.
+admission.py gives them slots and the KV blocks of their prompts, preemption.py gives KV blocks to
+the next rows, prompt_queue.py cuts prompts into parts, ended.py queues ended requests for results.
 Knows neither files nor checkpoints, nor how the runner computes.
 """
 

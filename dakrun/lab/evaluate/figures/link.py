@@ -7,7 +7,7 @@ from dakrun.lab.evaluate.figures.base import Figure, scaled
 from dakrun.lab.evaluate.points import ReadPoint
 from dakrun.units import format_bytes, format_rate
 
-OTHERS, FIXED = "all other SMs", "100 SMs"  # that read the local tier
+OTHERS, FIXED = "all other SMs", "100 SMs"  # which read the local tier
 SM_BYTES = 8 * 16 * 1024  # that an SM keeps in flight at most, in the largest ring
 FIXED_SMS = 100  # of the paper, whose GPU has 132
 KEPT = 0.98  # of HBM's best rate, which is taken to be unharmed
@@ -17,7 +17,7 @@ class LinkReads(Figure):
     """Figure 7."""
 
     name = "fig7"
-    title = "Figure 7: both tiers against bytes in flight, and against SMs on the link"
+    title = "Figure 7: rates of both tiers by bytes in flight, and by SMs on the link"
     paper = (
         "A link needs few bytes in flight for its full rate. With more of them requests wait in "
         "the memory system and HBM reads lose bandwidth; so the bytes in flight over the link "
@@ -25,7 +25,7 @@ class LinkReads(Figure):
     )
     claimed = (
         "Paper: past the window HBM loses bandwidth while the link gains none, and more SMs than "
-        "saturate the link only cost HBM. Lost here, with the most bytes in flight:"
+        "saturate the link only cost HBM. Loss here, with the most bytes in flight:"
     )
 
     def make_charts(self) -> list[Chart]:
@@ -82,12 +82,13 @@ class LinkReads(Figure):
         lost = next((x for x, _, rate in rates if x > enough and rate < KEPT * hbm), None)
         yield f"The link reaches {format_rate(link)} with {format_bytes(1024 * enough)} in flight."
         if lost is None:
-            yield f"With every larger number {near} keeps {format_rate(hbm)}."
+            yield f"With more bytes in flight {near} keeps {format_rate(hbm)}."
             return
         last, _, rate = rates[-1]
         yield (
-            f"From {format_bytes(1024 * lost)} on {near} slows: with {format_bytes(1024 * last)} "
-            f"it reads {format_rate(rate)}, and {format_rate(hbm)} at best."
+            f"With {format_bytes(1024 * lost)} or more in flight {near} slows: with "
+            f"{format_bytes(1024 * last)} it reads {format_rate(rate)}, at best "
+            f"{format_rate(hbm)}."
         )
 
     def here(self) -> list[str]:

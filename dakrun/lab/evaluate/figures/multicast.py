@@ -68,7 +68,7 @@ class LinkBytes(ByRows):
     """Table 1."""
 
     name = "table1"
-    title = "Table 1: bytes over the link against N, the whole weight behind it"
+    title = "Table 1: bytes over the link against N, with the whole weight remote"
     paper = (
         "Remote memory is not kept in the L2 cache, so each tile of rows of X reads the weight "
         "over the link again. Multicast gives the bytes of one read to all tiles of a cluster."
