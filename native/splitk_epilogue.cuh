@@ -136,8 +136,8 @@ struct Epilogue {
       if (exists(i)) convert(args.y[offset(i, args.m / 2) + w_row(i) / 2], products[i]);
     }
   }
-  // The first half of the norm behind Y, from Y as it was rounded. Lanes 4g + t of even or of odd g
-  // have a row's pairs of a row block.
+  // The first half of the norm behind Y, from the rounded Y. The four lanes 4g + t of one t, with
+  // all g even or all g odd, have the four pairs of a row of Y in a row block.
   __device__ __forceinline__ void store_scaled(float2 (&pairs)[kPairsOfThread]) const {
     const int stride = squares_stride((args.m + kRowsPerBlock - 1) / kRowsPerBlock);
     uint32_t weights[2] = {next_weight[0], next_weight[1]};
