@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dakrun.demo import MODEL
 from dakrun.errors import OutOfGpuMemory
 
 FAILING = """
@@ -49,7 +50,7 @@ def test_exit_functions_run_after_other_errors() -> None:
     ("closed", "arguments", "code", "message"),
     [
         (">&-", "--help", 3, "standard output is closed"),
-        ("<&-", "generate --model none -i - -o - --profile cpu", 2, "standard input is closed"),
+        ("<&-", f"generate --model {MODEL} -i - -o - --profile cpu", 2, "standard input is closed"),
     ],
 )
 def test_closed_streams(closed: str, arguments: str, code: int, message: str) -> None:

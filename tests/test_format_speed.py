@@ -51,6 +51,7 @@ def test_random_weights_have_the_size_of_normal_ones(bench: Bench, name: str) ->
     assert 0.5 < dense.std() * SHAPE[1] ** 0.5 < 2
 
 
+@pytest.mark.full
 def test_a_wrong_product_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = next(bench.weights(FORMATS["int8"], SHAPE)), torch.randn(3, SHAPE[1]).half()
     right = weight.dense()

@@ -120,6 +120,7 @@ def start(tmp_path: Path, count: int, *, hup: int = signal.SIG_DFL) -> tuple[int
     return terminal, run
 
 
+@pytest.mark.full
 def test_rows_in_flight_are_seen_in_a_terminal(tmp_path: Path) -> None:
     terminal, run = start(tmp_path, 128)
     shown = b""

@@ -109,6 +109,7 @@ def complete(path: Path, source: Path, out: Path, requests: int) -> tuple[int, i
         return llm.engine.stats.preempted, held
 
 
+@pytest.mark.full
 def test_many_rows_cut_off_and_resumed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
