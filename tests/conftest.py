@@ -1,10 +1,12 @@
 """Skips tests marked `gpu` where torch sees no CUDA GPU, and holds them to --limits where it does;
-gives every test an empty cache folder; prints what the compiler said of the kernels.
+gives every test an empty cache folder, in which those on a GPU find the kernels that others have
+compiled; prints what the compiler said of the kernels.
 
 torch is imported only if such tests were collected: the pure tests start without it.
 
 On a GPU: `pytest -m "gpu and not alone" -n 14`, then `pytest -m "gpu and alone"`, one by one:
-tests marked `alone` need the GPU's bandwidth, memory or time for themselves.
+tests marked `alone` need the GPU's bandwidth, memory or time for themselves. --cubins DIR keeps
+compiled kernels for the next run, which then compiles only what has changed.
 """
 
 import gc
@@ -95,6 +97,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="CAPABILITY",
         help="hold the GPU of tests marked gpu to the limits of a compute capability, such as 12.0",
     )
+    parser.addoption(
+        "--cubins",
+        type=Path,
+        metavar="DIR",
+        help="keep the kernels that tests marked gpu compile in DIR; else they last for one run",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,14 +122,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.fixture(scope="session")
+def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests marked `gpu`, of all processes of a run, keep compiled kernels."""
+    basetemp = tmp_path_factory.getbasetemp()
+    of_run = basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp
+    folder: Path = (request.config.getoption("--cubins") or of_run / "cubins").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_cache(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
     """An empty cache folder for each test, so that nothing kept on this machine plays a part.
 
-    Nor does the width of its terminal.
+    Nor does the width of its terminal. On a GPU it has `cubins`, which are named by their sources.
     """
     monkeypatch.delenv("COLUMNS", raising=False)
     folder = tmp_path_factory.mktemp("cache")
+    if request.node.get_closest_marker("gpu"):
+        (folder / "cubins").symlink_to(request.getfixturevalue("cubins"))
     monkeypatch.setenv("DAKRUN_CACHE_DIR", str(folder))
     return folder
 

@@ -232,17 +232,6 @@ def test_bad_readings() -> None:
             read_once(0, nbytes, ctas=ctas, chunk=4096, stages=2, sink=sink, pdl=False)
 
 
-@pytest.fixture(scope="module")
-def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder for all tests of this file."""
-    return tmp_path_factory.mktemp("cubins")
-
-
-@pytest.fixture
-def kept(cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAKRUN_CACHE_DIR", str(cubins))
-
-
 @pytest.fixture
 def with_clusters() -> None:
     if not card_of(torch.device("cuda", 0)).clusters:
@@ -294,7 +283,7 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.alone
 @pytest.mark.gpu
-def test_readers_side_by_side(kept: None) -> None:
+def test_readers_side_by_side() -> None:
     data = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
     reader = Reader(address=data.data_ptr(), bytes=data.numel(), ctas=3, chunk=4096, stages=5)
     shared = Reader(
@@ -307,7 +296,7 @@ def test_readers_side_by_side(kept: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("chunks", [0, 1, 6, 7, 8, 23])
-def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> None:
+def test_a_launch_reads_every_chunk_once(pdl: bool, chunks: int) -> None:
     chunk, ctas, stages = 4096, 3, 2
     data = torch.randint(0, 2**16, (23, chunk // 4), dtype=torch.int32, device="cuda")
     sinks = [torch.full((ctas,), -1, dtype=torch.int32, device="cuda") for _ in range(4)]
@@ -326,7 +315,7 @@ def test_a_launch_reads_every_chunk_once(kept: None, pdl: bool, chunks: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("chunks", [1, 3, 4, 9])
-def test_a_launch_in_clusters(kept: None, with_clusters: None, size: int, chunks: int) -> None:
+def test_a_launch_in_clusters(with_clusters: None, size: int, chunks: int) -> None:
     data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     read: dict[str, Any] = {"clusters": 3, "chunk": 16 * KIB, "stages": 3, "chunks": chunks}
     assert read_multicast(data.data_ptr(), data.numel(), size=size, **read) > 0
@@ -335,7 +324,7 @@ def test_a_launch_in_clusters(kept: None, with_clusters: None, size: int, chunks
 
 @pytest.mark.alone
 @pytest.mark.gpu
-def test_a_launch_that_the_driver_refuses(kept: None, with_clusters: None) -> None:
+def test_a_launch_that_the_driver_refuses(with_clusters: None) -> None:
     data = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     with pytest.raises(RuntimeError, match=r"launch of read_multicast failed: .*cluster 32"):
         read_multicast(
