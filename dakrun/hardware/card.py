@@ -15,7 +15,8 @@ DRIVER_BYTES = 1024  # of an SM's shared memory, which the driver keeps for each
 BARRIER_BYTES = 1024  # shared memory of a CTA for barriers, besides its ring
 ANY_ROWS = 1 << 30  # more rows than any product has
 # Rows up to which a norm's or router's CTA takes half of an SM. Qwen3-30B-A3B on an H200: steps of
-# 1 and 8 rows take 8% and 12% less, steps of 64 rows 1% to 3% more.
+# 1 and 8 rows take 8% and 12% less, steps of 64 rows 1% to 3% more: there the launch ahead has SMs
+# alone, so that two CTAs of the norm share an SM as soon as it is free.
 SPACED_ROWS = 16
 HOPPER_SMS = 132
 HOPPER_CLUSTERS = (66, 39, 30, 22, 17, 15, 15)  # of 2, 3, ... CTAs on an H200; some have 1 less
@@ -148,11 +149,17 @@ class Card:
         """Shared memory of a CTA without a ring, of a launch of `ctas`, idle ones included.
 
         Where each SM is to have one of them beside a CTA with a ring, it is as much as a ring's:
-        SMs with two of them would get CTAs with rings later than others, which got two. With more
-        than SPACED_ROWS `rows` of X nothing is gained: many SMs have a CTA that works.
+        SMs with two of them would get CTAs with rings later than others, which got two.
         """
         spaced = rows <= SPACED_ROWS and ctas == self.sms and self.ctas_per_sm > 1
         return self.ring_bytes if spaced else 0
+
+    def places_evenly(self, rows: int) -> bool:
+        """Whether each SM gets one CTA of a launch that starts early behind a router of `rows`.
+
+        Else SMs that have no CTA of norm and router get two.
+        """
+        return rows <= SPACED_ROWS or self.ctas_per_sm == 1
 
     @property
     def max_cluster(self) -> int:
