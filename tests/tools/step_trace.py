@@ -6,6 +6,8 @@ For each kernel of a layer: the us that it ran, its gap to the end of the kernel
 from that end to its own, which add up to a layer's time. Figures are medians over steps and layers;
 grids are those of the middle layer. Kernels outside layers follow. The gap of a step's first kernel
 is the gap between steps.
+
+A config.json with 8 layers, --new-tokens 12 and one --batch-size give a trace in half a minute.
 """
 
 import argparse
