@@ -9,12 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dakrun.demo import MODEL
 from dakrun.errors import CannotRun, UsageError
+from dakrun.formats.awq import Awq
+from dakrun.formats.fp8 import Fp8
+from dakrun.formats.gptq import Gptq
 from dakrun.models import (
     decoder_of,
     hub,
@@ -24,6 +28,7 @@ from dakrun.models import (
     model_config,
     model_directory,
 )
+from dakrun.models.known_quantized import QUANTIZED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,7 +50,7 @@ BILLIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", known_names())
+@pytest.mark.parametrize("name", BILLIONS)
 def test_known_models_have_the_published_number_of_parameters(name: str) -> None:
     model = known_model(name)
     assert model is not None
@@ -58,9 +63,32 @@ def test_known_models_have_the_published_number_of_parameters(name: str) -> None
 
 
 def test_known_names() -> None:
-    assert set(BILLIONS) == set(known_names())
+    assert set(BILLIONS) == set(known_names()) - set(QUANTIZED)
     assert known_model("OPT-30B") == known_model("opt-30b") == model_config("opt-30b")
     assert known_model("opt-31b") is None and hub_id("opt-31b") is None
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_known_quantized_models_are_others_of_fewer_bits(name: str) -> None:
+    base, model = QUANTIZED[name][0], known_model(name.upper())
+    assert model is not None and model == model_config(name) and base in BILLIONS
+    found = model.quantization
+    assert found and replace(model, name=base, quantization=None) == known_model(base)
+    linear, head = "model.layers.3.self_attn.q_proj", "lm_head"
+    assert found.of(linear) is not None and found.of(head) is None
+    assert (hub_id(name) or "").lower().endswith(name.removeprefix(base))
+
+
+def test_formats_of_known_quantized_models() -> None:
+    names = ("qwen3-8b-fp8", "qwen3-8b-awq", "qwen3-235b-a22b-gptq-int4", "glm-4.5-air-fp8")
+    found = [model.quantization for model in map(known_model, names) if model]
+    assert [(of.method, of.of("a.q_proj")) for of in found if of] == [
+        ("fp8", Fp8("float32", (128, 128), "weight_scale_inv")),
+        ("awq", Awq("float16", 128)),
+        ("gptq", Gptq("float16", 4, 128)),
+        ("compressed-tensors", Fp8("bfloat16", (1, 0))),
+    ]
+    assert hub_id("qwen3-coder-30b-a3b-fp8") == "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8"
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "llama-3.1-8b", "llama-3.2-1b"])

@@ -3,10 +3,13 @@
 Holds the numbers of their config.json and their hub ids; reads no file and no network.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from dakrun.config import FamilyName, Llama3Rope, ModelConfig
 from dakrun.models.known_mixtures import NAMES, known_mixture, mixture_hub_id
+from dakrun.models.known_quantized import QUANTIZED
+from dakrun.models.quantization import parse_quantization
 
 # OPT (arXiv 2205.01068): hidden_size, layers, heads; ffn_size is 4 x hidden_size.
 _OPT = {
@@ -76,12 +79,18 @@ _LLAMA_3: dict[str, Any] = {
 
 def known_names() -> list[str]:
     """All names that `known_model` takes, family by family."""
-    return [*_OPT, *_LLAMA, *_OTHERS, *NAMES]
+    return [*_OPT, *_LLAMA, *_OTHERS, *NAMES, *QUANTIZED]
 
 
 def known_model(name: str) -> ModelConfig | None:
     """The architecture published as `name` (upper or lower case), or None."""
     name = name.lower()
+    if name in QUANTIZED:
+        base, _, settings = QUANTIZED[name]
+        config = known_model(base)
+        assert config
+        found = parse_quantization(settings, name=name, dtype=config.dtype)
+        return replace(config, name=name, quantization=found)
     if name in _OPT:
         return _opt(name)
     if name in _OTHERS:
@@ -92,6 +101,9 @@ def known_model(name: str) -> ModelConfig | None:
 def hub_id(name: str) -> str | None:
     """The Hugging Face hub id of a known model's checkpoint, or None."""
     name = name.lower()
+    if name in QUANTIZED:
+        base, end, _ = QUANTIZED[name]
+        return f"{hub_id(base)}{end}"
     if name in _OPT:
         return f"facebook/{name}"
     row = _LLAMA.get(name) or _OTHERS.get(name)
