@@ -112,6 +112,23 @@ def test_rows_in_chunks_are_as_rows_together(
     torch.testing.assert_close(found[0][others], wanted[others], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(("rows", "small"), [(16, False), (17, False), (64, False), (64, True)])
+def test_the_first_product_starts_early_where_each_sm_gets_one_of_its_ctas(
+    rows: int, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind norm and router of few rows, or where an SM has room for one alone."""
+    early = []
+    monkeypatch.setattr(dispatch, "gate_up", lambda *_, pdl: early.append(pdl))
+    monkeypatch.setattr(ExpertProducts, "_config", lambda *_: None)
+    like = torch.empty(0, dtype=torch.float16)
+    card = SMALL if small else hopper(132)
+    run = ExpertProducts(rows, ROUTING, HIDDEN, FFN, like, card)
+    x, weight = torch.zeros(rows, HIDDEN), packed(torch.zeros(96, 64).half(), [Split(12)])
+    for pdl in (True, False):
+        run.gate_up(x, [(slice(0, rows), run._routed[0])], weight, (TierAccess(),), pdl=pdl)
+    assert early == [small or rows <= 16, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 8, 64])
 def test_a_graph_replays_what_the_router_chooses_then(n: int) -> None:

@@ -5,8 +5,9 @@ checkpoint that each is made of, decoder.py layers of modules and the forward pa
 experts.py a feed-forward of experts; a family (opt.py, llama.py and others, listed in families.py)
 puts a model together. hub.py, files.py and hf_config.py find and read a model's folder
 (hf_fields.py, hf_mixture.py and hf_rope.py have parts of its config.json), known.py has the sizes
-of well-known models, popularity.py the files that say how often experts are chosen. Only
-functional.py, norms and rotary positions, needs torch.
+of well-known models (those of mixtures are in known_mixtures.py, formats in known_quantized.py),
+popularity.py the files that say how often experts are chosen. Only functional.py, norms and rotary
+positions, needs torch.
 """
 
 from dakrun.models.decoder import Backend, Decoder
