@@ -36,8 +36,8 @@ Choices = Sequence[tuple[slice, Routed]]  # rows, and the experts that they chos
 class ExpertProducts:
     """Passes of up to `rows` rows [H] through layers of experts of ffn size I, one after the other.
 
-    They share buffers, which stay allocated, since captured graphs hold their addresses. All
-    launches may start while their predecessors end (PDL). Nothing waits for the GPU. An atom of a
+    They share buffers, which stay allocated, since captured graphs hold their addresses.
+    Launches may start while their predecessors end (PDL). Nothing waits for the GPU. An atom of a
     layer's matrices has up to `atom_bytes`.
     """
 
