@@ -20,7 +20,7 @@ struct TileSlot : TileBounds {
 // The W producer fills slots round-robin. Every other warp that needs the tiles reads each slot.
 struct TileQueue {
   static constexpr int kSlots = 4;
-  static constexpr int kReaders = kConsumerWarps + 1;
+  static constexpr int kReaders = kConsumerWarps + (TALL ? 2 : 1);  // and one or two of the producers
 
   uint64_t full_barriers[kSlots], empty_barriers[kSlots];
   TileSlot slots[kSlots];

@@ -229,6 +229,10 @@ extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
 #endif
     } else if (warp == kConsumerWarps + 1) {
       produce_x(args, ring, cta, segment_barriers);
+#if TALL
+    } else if (warp == kConsumerWarps + 2) {
+      prefetch_x(args, cta);
+#endif
     } else {
       wait_for_input(args);
     }

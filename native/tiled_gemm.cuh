@@ -88,6 +88,8 @@ struct TiledGemmArgs {
   const int64_t* shifts;           // [experts]: bytes from each index to its expert; null: 0
   int experts, expert_row_blocks;  // the matrices that W stacks
   int listed;                      // whether `ends` was complete when the launch started
+  int cols;                        // K
+  const Element* rows;             // [N, cols]: X
 #endif
 };
 

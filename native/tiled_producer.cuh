@@ -111,3 +111,32 @@ __device__ __forceinline__ void produce_x(const TiledGemmArgs& args, const Ring&
     wait_for_reduction(args, tile, barriers);
   }
 }
+
+#if TALL
+// By a warp of its own. TMA reads 128 bytes of each row of X at a time, which is slow where they come
+// from HBM, and all tiles of an expert wait for the same rows. So rows are fetched to L2 before, as
+// they lie in memory: those of an expert whose tiles come about half a tile's time later, a part of
+// them with each tile of W; with the first tile those of its own expert, too.
+__device__ __forceinline__ void prefetch_x(const TiledGemmArgs& args, const CtaCoord& cta) {
+  const TierTiles& tier = args.tiers[cta.tier];
+  const int size = tier.tile_row_blocks;
+  const int parts = quotient(args.expert_row_blocks + size - 1, size);
+  const int ahead = max(1, quotient(tier.clusters, 2 * parts));
+  const int row_bytes = args.cols * sizeof(Element);
+  for (Tiles tile(args, cta); tile.next();) {
+    if (tile.first()) wait_for_input(args);
+    const int part = quotient(tile.row_block - tile.first_row_block, size);
+    const int own = quotient(tile.first_row_block, args.expert_row_blocks);
+    const int last = min(own + ahead, args.experts - 1);
+#pragma unroll 1
+    for (int expert = tile.first() ? own : own + ahead; expert <= last; expert += ahead) {
+      const int begin = expert > 0 ? ptx::load_from_l2(args.ends + expert - 1) : 0;
+      const int end = ptx::load_from_l2(args.ends + expert);
+      const int rows = quotient(end - begin + parts - 1, parts), first = begin + part * rows;
+#pragma unroll 1
+      for (int row = first + threadIdx.x % 32; row < min(first + rows, end); row += 32)
+        ptx::bulk_prefetch(args.rows + static_cast<int64_t>(row) * args.cols, row_bytes);
+    }
+  }
+}
+#endif

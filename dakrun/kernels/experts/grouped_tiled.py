@@ -33,7 +33,8 @@ class _Args(Args):
 
     _fields_ = (
         *operands.pointers("ends", "taken", "shifts"),
-        *operands.ints("experts", "expert_row_blocks", "listed"),
+        *operands.ints("experts", "expert_row_blocks", "listed", "cols"),
+        *operands.pointers("rows"),
     )
 
 
@@ -100,6 +101,8 @@ def grouped_tiled_gemm(
         experts=experts,
         expert_row_blocks=m // ROWS_PER_BLOCK,
         listed=listed,
+        cols=k,
+        rows=x.data_ptr(),
     )
     shape = launch.shape
     args.segment_atoms = args.weight.atoms
