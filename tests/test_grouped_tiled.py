@@ -149,6 +149,29 @@ def test_a_tall_tile_multiplies_as_many_rows_as_it_has(
 
 
 @pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_no_bit_depends_on_the_blocks_of_outputs(
+    activation: Activation, kernel_device: str
+) -> None:
+    """Few are stored one at a time, more in batches; tiles with and without a whole last block."""
+    needs_wgmma(TALL, kernel_device)
+    counts = (31, 96, 129, 224, 265, 320)
+    weight = weight_of(len(counts), 72, 72, kernel_device)
+    wanted = exact(counts, weight, kernel_device, activation)
+    found = [
+        run(
+            counts,
+            weight,
+            replace(launch_of(TALL, TierTiles(2, 9)), blocks=blocks),
+            kernel_device,
+            activation=activation,
+        )
+        for blocks in (3, 5, 7)
+    ]
+    assert error(found[0], wanted) < 5e-4
+    assert all(outputs.equal(found[0]) for outputs in found)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
 def test_a_card_without_wgmma(
     activation: Activation, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
