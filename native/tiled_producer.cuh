@@ -18,12 +18,6 @@ __device__ __forceinline__ void wait_for_reduction(const TiledGemmArgs& args, co
   if (splits_k(args) && !tile.last()) wait_barrier(barriers.reduced(), tile.parity());
 }
 
-#if TALL
-// Stages of W that are fetched to L2 before they are copied. Tall tiles read W from HBM, and their
-// ring has few stages: while HBM is busy, that is too short a time ahead.
-constexpr int kStagesAhead = 4;
-#endif
-
 // The W producer, a whole warp. Lane i stands for row block i of a tile. The row blocks of a group
 // lie one behind the other, so one copy fetches all of them that belong to the tile. The lane of
 // the first of these row blocks starts the copy.
@@ -45,20 +39,8 @@ __device__ __forceinline__ void produce_w(const TiledGemmArgs& args, const Ring&
     const int bytes =
         min(tile.row_blocks - lane, row_block.group_row_blocks - row_block.in_group) * kAtomBytes;
     RowBlockAtoms atoms(row_block, min(tile.k, args.weight.atoms - 1));
-#if TALL
-    // Of the local tier alone: a prefetch over a link would be in no congestion window.
-    RowBlockAtoms ahead = atoms;
-    const bool prefetches = copies && cta.tier == 0;
-#endif
 #pragma unroll 1
     for (int k = tile.k; k < tile.k_end; k++, issued++, atoms.next()) {
-#if TALL
-#pragma unroll 1
-      for (int i = k > 0 ? k + kStagesAhead - 1 : 0; i < min(k + kStagesAhead, tile.k_end); i++) {
-        if (prefetches) ptx::bulk_prefetch(ahead.from, bytes);
-        ahead.next();
-      }
-#endif
       // Congestion window: the oldest stage in flight has to land first.
       if (issued >= window) {
         wait_barrier(ring.full_barrier[landed.stage], landed.parity);
