@@ -42,6 +42,12 @@ ENTRY = """
 extern "C" void launch(const void* args, int size, int grid, int cluster, int together, int block,
                        int shared, uint32_t seed, bool complete, bool pdl, char* problem) {{
   {struct} own;
+  // ctypes does not pad a structure to the alignment of its fields.
+  const int whole = sizeof own, least = whole - static_cast<int>(alignof({struct}));
+  if (size > whole || size <= least) {{
+    std::strncpy(problem, "arguments of another size than the kernel's", 255);
+    return;
+  }}
   std::memcpy(&own, args, size);
   for (int i = 0; i < grid && !*problem; i += together) {{
     std::vector<uint32_t> indices;

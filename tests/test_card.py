@@ -1,9 +1,11 @@
 """Cards: from a profile or a compute capability, or held by hand; launches claim no more."""
 
 import ctypes
+import mmap
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +73,45 @@ def test_a_launch_that_claims_more_than_the_held_card_has(shared_bytes: int, clu
     function = SimpleNamespace(kernel=SimpleNamespace(ptr=0), name="copy", shared_size_bytes=KIB)
     with held_to(SMALL), pytest.raises(RuntimeError, match=r"launch of copy failed: .* 12\.0 with"):
         Kernel(function).launch(2, 32, Args(), shared_bytes=shared_bytes, cluster=cluster)
+
+
+class Driver(SimpleNamespace):
+    """A driver that reads `size` bytes of arguments, as many as the struct has in C++."""
+
+    def __init__(self, size: int) -> None:
+        names = ("CUlaunchConfig", "CUstream", "CUfunction")
+        super().__init__(**dict.fromkeys(names, lambda *_: SimpleNamespace()))
+        self.size, self.read = size, b""
+        self.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def cuLaunchKernelEx(self, config: object, function: object, pointers: int, _: int) -> Any:
+        (address,) = (ctypes.c_void_p * 1).from_address(pointers)
+        self.read = ctypes.string_at(address, self.size)
+        return (self.CUresult.CUDA_SUCCESS,)
+
+
+def test_the_driver_reads_no_memory_behind_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A struct with a tensor map has a multiple of 64 bytes; the memory behind it is not mapped."""
+
+    class Args(ctypes.Structure):
+        _fields_ = (("map", ctypes.c_uint64 * 16), ("n", ctypes.c_int))
+
+    function = SimpleNamespace(kernel=SimpleNamespace(ptr=0), max_dynamic_shared_size_bytes=0)
+    driver = Driver(192)
+    monkeypatch.setattr("dakrun.kernels.runtime.jit._driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    libc = ctypes.CDLL(None, use_errno=True)
+    behind = ctypes.c_void_p(first + mmap.PAGESIZE)
+    assert libc.mprotect(behind, mmap.PAGESIZE, 0) == 0  # PROT_NONE
+    try:
+        args = Args.from_address(first + mmap.PAGESIZE - ctypes.sizeof(Args))
+        args.n = 5
+        Kernel(function).launch(1, 32, args)
+    finally:
+        libc.mprotect(behind, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+    assert driver.read == bytes(args) + bytes(192 - ctypes.sizeof(Args))
 
 
 def test_a_held_card_keeps_kernels_from_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from dakrun.kernels.runtime.held import held_card, held_macros
 from dakrun.kernels.runtime.nvrtc import ARCHITECTURES, HINT, compile_cubin, source_digest
 from dakrun.resources import cache_dir
 
+MAX_ALIGNMENT = 64  # bytes, of a field of kernel arguments: TensorMap of native/ptx_words.cuh
+
 
 class Kernel:
     """A kernel of a module loaded on one device.
@@ -62,7 +64,8 @@ class Kernel:
         if pdl:
             attributes.append(_pdl_attribute(driver))
         config.attrs, config.numAttrs = attributes, len(attributes)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        padded = _padded(args)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(padded))
         (status,) = driver.cuLaunchKernelEx(
             config, driver.CUfunction(self._handle), ctypes.addressof(pointers), 0
         )
@@ -225,6 +228,18 @@ def _publish(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+
+
+def _padded(args: ctypes.Structure) -> "ctypes.Array[ctypes.c_char]":
+    """`args` with all bytes that the driver reads: as many as the struct has in C++.
+
+    That is a multiple of the alignment of its fields, which ctypes does not know: with a tensor map
+    64 bytes. Where the memory behind `args` is not mapped, reading it ends the process.
+    """
+    size = ctypes.sizeof(args)
+    padded = ctypes.create_string_buffer(size + MAX_ALIGNMENT)
+    ctypes.memmove(padded, ctypes.addressof(args), size)
+    return padded
 
 
 def _launch_config(driver: Any, grid: int, block: int, shared_bytes: int) -> Any:
