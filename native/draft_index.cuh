@@ -9,13 +9,13 @@
 
 #include "ptx.cuh"
 
-constexpr int kContexts = 3, kLongestContext = 8;
+constexpr int kContexts = 4, kLongestContext = 8;
 constexpr int kTokenBits = 20, kNameBits = 16;
 constexpr int kMostSteps = (1 << (64 - kNameBits - kTokenBits)) - 1;
 
 // Tokens of a context, the shortest first.
 __device__ __forceinline__ int context_length(int context) {
-  return context == 0 ? 1 : context == 1 ? 3 : kLongestContext;
+  return context < kContexts - 1 ? context + 1 : kLongestContext;
 }
 
 struct DraftIndex {

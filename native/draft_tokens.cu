@@ -6,7 +6,8 @@
 //     each thread: for some positions, the longest match of the text's end with the text before them
 //     reduce over the CTA: the longest match; of equal ones, the last
 //     one warp: the tokens that follow by the index, if it knows a longer end of the text than the
-//               match; a draft follows from the text and the drafts before it
+//               match, by two tokens at least, or if there is no match; a draft follows from the text and the drafts before it. Where neither knows
+//               an end of the text, the first draft is a token that is common there
 //     drafts = the tokens behind the longest of the matches; as many as the match, the request and
 //              its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
@@ -30,6 +31,7 @@ struct DraftTokensArgs {
   const int* text;            // [slots][text_size]: tokens by position
   const SlotDrafts* limits;   // [slots]
   const int* by_match;        // [kLongest + 1]: drafted tokens at most, by the match's length
+  const int* common;          // the first draft without a match; negative if there is none
   // [slots][proposal_size]: tokens that may follow the newest one at a position, from the host:
   // that position, the length of their match, then the tokens, negative from their end on.
   const int* proposals;
@@ -74,10 +76,11 @@ struct Indexed {
   int count, match;  // how many they are, and how many last tokens the index knows
 };
 
-// Find up to `most` drafts that follow text[start], if the index knows a longer end of the text
-// than `match`. For one warp.
+// Find up to `most` drafts that follow text[start], if the index knows an end of the text that is
+// longer than `match` by two tokens, or any if `match` is 0. If neither is known they begin with
+// `common`. For one warp.
 __device__ __forceinline__ void find_indexed(const DraftIndex& index, const int* text, int start,
-                                             int match, int most, Indexed& found) {
+                                             int match, int common, int most, Indexed& found) {
   int* const recent = found.recent;
   const int lane = threadIdx.x % 32;
   if (lane < kLongestContext) recent[lane] = text[max(0, start + 1 - kLongestContext + lane)];
@@ -88,10 +91,12 @@ __device__ __forceinline__ void find_indexed(const DraftIndex& index, const int*
     const bool asks = lane < kContexts && n <= start + 1 + count;
     const int token = asks ? index.followed(recent + kLongestContext - 1 + count, n) : -1;
     const int longest = __reduce_max_sync(0xffffffff, token >= 0 ? lane : -1);
-    if (longest < 0) break;
-    if (count == 0) length = context_length(longest);
-    if (length <= match) break;
-    const int next = __shfl_sync(0xffffffff, token, longest);
+    if (longest < 0 && (count > 0 || match > 0 || common < 0)) break;
+    if (count == 0 && longest >= 0) {
+      length = context_length(longest);
+      if (length <= match + (match > 0)) break;
+    }
+    const int next = longest < 0 ? common : __shfl_sync(0xffffffff, token, longest);
     if (lane == 0) recent[kLongestContext + count] = next;
     sync_warp();
     count++;
@@ -126,9 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int match_end = static_cast<int>(best);
   const int* const proposal = args.proposals + static_cast<int64_t>(slot) * args.proposal_size;
   const int* others = nullptr;  // drafts that are not from the row's own text
-  int drafts = 0, known = args.width - 1;
+  int drafts = 0, known = match > 0 ? args.width - 1 : 0;
   if (threadIdx.x < 32 && !idle && match < kLongestContext)
-    find_indexed(args.index, text, start, match, args.width - 1, of_index);
+    find_indexed(args.index, text, start, match, *args.common, args.width - 1, of_index);
   __syncthreads();
   if (!idle && match < kLongestContext && of_index.count > 0) {
     others = of_index.recent + kLongestContext;
@@ -142,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       while (known < min(args.width - 1, left) && others[known] >= 0) known++;
     }
   }
-  if (!idle && match > 0) {
+  if (!idle) {
     const int left = min(limits.room, limits.end) - 1 - start;
     drafts = max(0, min(min(args.by_match[match], known), left));
   }

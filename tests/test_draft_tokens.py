@@ -153,20 +153,26 @@ COMMON = list(range(100, 112))
         ([50, 1, 102, 5, 102], 1, [5, 102, 5, 102, 5, 102, 5]),  # its own text is as good
         ([50, 7, 5, 7], 1, [5, 7, 5, 7, 5, 7, 5]),
         ([60, 100, 101, 102, 9, 100, 101, 102], 3, [9, 100, 101, 102, 9, 100, 101]),
-        ([60, 102, 103, 9, 101, 102, 103], 3, COMMON[4:11]),
+        ([60, 103, 9, 101, 102, 103], 3, COMMON[4:11]),
+        ([60, 102, 103, 9, 101, 102, 103], 2, [9, 101, 102, 103, 9, 101, 102]),  # one token longer
+        ([60, 103, 9, 102, 103], 1, [9, 102, 103, 9, 102, 103, 9]),
+        ([60, 102, 103], 2, COMMON[4:11]),
         ([*COMMON[:9], 60, *COMMON[:9]], 9, [60, *COMMON[:6]]),
         ([1, 2, 61], 0, []),
+        ([1, 2, 61], 0, [105, *COMMON[6:]]),  # a token that is common there, then the index
         ([100], 1, COMMON[1:8]),
     ],
 )
 def test_the_index_of_all_answers_gives_drafts_where_it_knows_a_longer_end(
     text: list[int], match: int, drafts: list[int], kernel_device: str
 ) -> None:
-    """The same as the CPU's index; contexts are 1, 3 and 8 tokens long."""
+    """The same as the CPU's index; contexts are 1, 2, 3 and 8 tokens long."""
     device = torch.device(kernel_device)
     texts = SlotTexts.empty(torch.zeros(4, dtype=torch.int32, device=device), 64, 64, 4, 1 << 12)
     texts.limits.fill_(64)
     texts.by_match.fill_(7)
+    common = drafts[0] if drafts and not match else -1
+    texts.common.fill_(common)
     index = FileIndex(4, entries=1 << 12)
     for slot, after in ((0, [5, 6, 4]), (1, [3, 3, 3]), (2, [7, 8, 9])):
         texts.text[slot, 0] = 50 + slot
@@ -187,9 +193,9 @@ def test_the_index_of_all_answers_gives_drafts_where_it_knows_a_longer_end(
     assert buffers.tokens[1:used].tolist() == drafts
     own, match_end = longest_match(np.array(text))
     index.begin(3, text)
-    (length,), (others,) = index.propose([3], 7)
+    (length,), (others,) = index.propose([3], 7, common)
     found = continuation(np.array(text), match_end, 7)
-    if length > own:
+    if length > own + 1 or not own:
         found = [token for token in others.tolist() if token >= 0]
     assert found == drafts and int(buffers.matches[0]) == match
 

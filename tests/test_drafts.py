@@ -8,6 +8,7 @@ from planned import known, work
 
 from dakrun.config import MAX_DRAFT, Speculation
 from dakrun.drafts import (
+    CommonToken,
     Drafter,
     DraftLengths,
     FileIndex,
@@ -114,6 +115,39 @@ def test_drafts_are_longer_where_tokens_cost_less(cost: float, drafted: int) -> 
     for _ in range(500):
         lengths.learn([5], [2], [1])
     assert lengths.by_match[5] == drafted
+
+
+def test_drafts_without_a_match_are_few_where_tokens_cost_something() -> None:
+    """At first one where a token costs little; none once that was wrong, or where it costs more."""
+    assert DraftLengths(most=8).by_match[0] == 0
+    lengths = DraftLengths(most=8, cost=0.05)
+    assert lengths.by_match[0] == 1
+    for _ in range(40):
+        lengths.learn([0, 0], [1, 0], [0, 0])
+    assert lengths.by_match[0] == 0
+
+
+def test_the_token_that_is_common_where_nothing_is_known() -> None:
+    common = CommonToken()
+    assert common.token < 0
+    common.learn([0, 3, 0], [[7, 1], [9], []])
+    assert common.token == 7
+    common.learn([2, 2, 0, 0], [[9], [9], [8], [-1]])
+    assert common.token == 7
+    common.learn([0], [[8, 8]])
+    assert common.token == 8
+
+
+def test_a_common_token_is_drafted_without_a_match() -> None:
+    drafter = Drafter(slots=2, most=4, cost=0.001)
+    drafter.begin(0, [1, 2])
+    assert drafter.propose([0], [4], {}) == [[]]
+    drafter.learn([0], [[50]])
+    drafter.propose([0], [4], {})
+    drafter.learn([0], [[60]])
+    drafter.begin(1, [3, 4])
+    assert drafter.propose([1, 0], [4, 1], {}) == [[50, 60], [50]]
+    assert drafter.propose([1], [1], {1: [9, 9]}) == [[9]], "a grammar comes first"
 
 
 def test_drafts_come_from_a_row_s_own_text_and_from_others() -> None:

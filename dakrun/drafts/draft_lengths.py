@@ -19,10 +19,10 @@ class DraftLengths:
 
     def __init__(self, most: int, cost: float = LEAST_CHANCE) -> None:
         self.most, self._least = most, min(LEAST_CHANCE, cost)
-        self.by_match = [0, *[most] * LONGEST_MATCH]
+        self.by_match = [most] * (LONGEST_MATCH + 1)
         self._tried = [PRIOR] * (LONGEST_MATCH + 1)
         self._accepted = [PRIOR * _prior(n) for n in range(LONGEST_MATCH + 1)]
-        for match in range(1, LONGEST_MATCH + 1):
+        for match in range(LONGEST_MATCH + 1):
             self._update(match)
 
     def learn(
@@ -30,10 +30,10 @@ class DraftLengths:
     ) -> None:
         """Count drafts by their matches: the `accepted` first tokens of `drafted` were right.
 
-        Those without a match are not counted.
+        A match of 0 is none: such a draft begins with a common token.
         """
         for match, tried, right in zip(matches, drafted, accepted, strict=True):
-            if not (tried and match):
+            if not tried:
                 continue
             # Tokens behind the first wrong one say nothing.
             self._tried[match] += min(tried, right + 1)
@@ -54,4 +54,4 @@ class DraftLengths:
 
 def _prior(match: int) -> float:
     """The rate expected of a match before any is counted: longer ones are right more often."""
-    return min(0.95, 0.3 + 0.1 * match)
+    return min(0.95, 0.3 + 0.1 * match) if match else 0.1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CONTEXTS = (1, 3, 8)  # tokens of a context
+CONTEXTS = (1, 2, 3, 8)  # tokens of a context
 ENTRIES = 1 << 20  # of 12 bytes
 _NO_TOKEN = -1
 _BASE = 0x9E3779B97F4A7C15  # of the hashes' polynomials, modulo 2^64
@@ -55,11 +55,14 @@ class FileIndex:
         self._names[entries], self._tokens[entries] = names, followed[:, None]
         self._sums[slots] = np.take_along_axis(sums, counts[:, None] + np.arange(size), axis=1)
 
-    def propose(self, slots: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+    def propose(
+        self, slots: Sequence[int], count: int, common: int = _NO_TOKEN
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Up to `count` tokens that may follow the text of each of `slots`.
 
         Returns the length of the longest context that is known, int64 [n], 0 if none is; and the
-        tokens, int64 [n, count], negative from where nothing is known.
+        tokens, int64 [n, count], negative from where nothing is known. Those of a text of which no
+        context is known begin with `common`, if it is not negative.
         """
         sums, rows = self._sums[slots], np.arange(len(slots))
         lengths = np.zeros(len(slots), dtype=np.int64)
@@ -71,12 +74,15 @@ class FileIndex:
             longest = known * np.arange(1, len(CONTEXTS) + 1)
             longest = longest.max(axis=1)
             found = np.flatnonzero(longest)
+            if number == 0:
+                lengths[found] = _LENGTHS[longest[found] - 1]
+                if common >= 0:
+                    found = rows
             if not len(found):
                 break
-            rows, longest = rows[found], longest[found] - 1
-            if number == 0:
-                lengths[rows] = _LENGTHS[longest]
-            next_ones = self._tokens[entries[found, longest]]
+            rows, longest = rows[found], longest[found]
+            next_ones = self._tokens[entries[found, longest - 1]]
+            next_ones = np.where(longest > 0, next_ones, np.int32(common))
             tokens[rows, number] = next_ones
             sums = self._grown(sums[found, 1:], next_ones[:, None].astype(np.uint64))
         return lengths, tokens

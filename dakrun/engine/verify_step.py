@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from dakrun.drafts import LEAST_CHANCE, DraftLengths
+from dakrun.drafts import LEAST_CHANCE, CommonToken, DraftLengths
 from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep, StepRows
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.slot_progress import SlotProgress, end_of
@@ -52,7 +52,7 @@ class VerifyStep:
         most = WARPGROUPS * part_queries(group)
         self.widths = {bucket: min(width, most) for bucket, width in widths.items()}
         self.width = max(self.widths.values(), default=1)
-        self.lengths = DraftLengths(self.width - 1, cost)
+        self.lengths, self._common = DraftLengths(self.width - 1, cost), CommonToken()
         self._step, self._cache, self._shape = step, cache, shape
         self._texts = SlotTexts.empty(
             step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, FORCED_STEPS * self.width
@@ -61,6 +61,7 @@ class VerifyStep:
         self._sent: dict[int, Forced] = {}
         self._limits: dict[int, SlotDrafts] = {}
         self._by_match: list[int] = []
+        self._sent_common = self._common.token
         if rows := max(map(sum, self.widths), default=0):
             tokens = max(sum(bucket) * width for bucket, width in self.widths.items())
             self._buffers = DraftBuffers(rows, self.width, shape, group, device)
@@ -159,6 +160,9 @@ class VerifyStep:
             self._by_match = list(self.lengths.by_match)
             made = torch.tensor(self._by_match, dtype=torch.int32)
             self._texts.by_match.copy_(upload(made, device))
+        if self._sent_common != self._common.token:
+            self._sent_common = self._common.token
+            self._texts.common.fill_(self._sent_common)
         new = {
             row.slot: forced[row.slot]
             for row in (rows if forced else ())
@@ -185,6 +189,7 @@ class VerifyStep:
         `chosen` has the tokens behind each of its parts of prompts.
         """
         tokens, drafted, matches = self._progress.take(step.decode)
+        self._common.learn(matches, tokens)
         if any(drafted):
             right = [max(0, len(own) - 1) for own in tokens]
             self.lengths.learn(matches, drafted, right)

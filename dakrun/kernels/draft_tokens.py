@@ -66,8 +66,8 @@ class _Index(ctypes.Structure):
 
 class _DraftArgs(ctypes.Structure):
     _fields_ = (
-        *operands.pointers("lengths", "slots", "text", "limits", "by_match", "proposals"),
-        *operands.pointers("tables", "tokens", "positions", "token_slots", "matches"),
+        *operands.pointers("lengths", "slots", "text", "limits", "by_match", "common"),
+        *operands.pointers("proposals", "tables", "tokens", "positions", "token_slots", "matches"),
         *operands.pointers("kv_addresses", "tiles"),
         ("index", _Index),
         *operands.fields(ctypes.c_int64, "layer_bytes", "head_bytes", "row_bytes"),
@@ -94,7 +94,8 @@ class SlotTexts:
     `text`, int32 [slots, positions], has their tokens by position, the newest included; `newest`
     int32 [slots]; `cached`, int32 [slots], their cached positions; `limits`, int32 [slots, 2], are
     SlotDrafts. `by_match`, int32 [LONGEST_MATCH + 1], has the most tokens to draft by the length of
-    a match. `proposals`, int32 [slots, 2 + n], may have tokens that follow the newest one at a
+    a match. `common`, int32 [1], is the first draft of a row without a match; negative: such a row
+    has none. `proposals`, int32 [slots, 2 + n], may have tokens that follow the newest one at a
     position: that position, the length of their match, then the tokens, negative from their end on;
     they count as long as the text goes on as they say. `index`, int64 [2^n], are the entries of
     DraftIndex in native/draft_index.cuh, all zero if it is empty; `steps`, int32 [1], counts the
@@ -108,6 +109,7 @@ class SlotTexts:
     cached: torch.Tensor
     limits: torch.Tensor
     by_match: torch.Tensor
+    common: torch.Tensor
     proposals: torch.Tensor
     index: torch.Tensor
     steps: torch.Tensor
@@ -135,6 +137,7 @@ class SlotTexts:
             torch.zeros(slots, dtype=torch.int32, device=device),
             torch.zeros(slots, len(SlotDrafts._fields), dtype=torch.int32, device=device),
             torch.zeros(LONGEST_MATCH + 1, dtype=torch.int32, device=device),
+            torch.full((1,), -1, dtype=torch.int32, device=device),
             torch.zeros(slots, 2 + proposed, dtype=torch.int32, device=device),
             torch.zeros(entries, dtype=torch.int64, device=device),
             torch.ones(1, dtype=torch.int32, device=device),
@@ -196,6 +199,7 @@ class DraftBuffers:
                 "text": (texts.text, (count, texts.text.shape[1]), torch.int32),
                 "limits": (texts.limits, (count, len(SlotDrafts._fields)), torch.int32),
                 "by_match": (texts.by_match, (LONGEST_MATCH + 1,), torch.int32),
+                "common": (texts.common, (1,), torch.int32),
                 "proposals": (texts.proposals, (count, texts.proposals.shape[1]), torch.int32),
                 "tables": (tables.addresses, (count, tables.addresses.shape[1]), torch.int64),
             },
@@ -207,6 +211,7 @@ class DraftBuffers:
             text=texts.text.data_ptr(),
             limits=texts.limits.data_ptr(),
             by_match=texts.by_match.data_ptr(),
+            common=texts.common.data_ptr(),
             proposals=texts.proposals.data_ptr(),
             tables=tables.addresses.data_ptr(),
             tokens=self.tokens.data_ptr(),
