@@ -6,7 +6,7 @@
 //     each thread: for some positions, the longest match of the text's end with the text before them
 //     reduce over the CTA: the longest match; of equal ones, the last
 //     one warp: the tokens that follow by the index, if it knows a longer end of the text than the
-//               match, by two tokens at least, or if there is no match; a draft follows from the text and the drafts before it. Where neither knows
+//               match, by two tokens at least if that has two or more; a draft follows from the text and the drafts before it. Where neither knows
 //               an end of the text, the first draft is a token that is common there
 //     drafts = the tokens behind the longest of the matches; as many as the match, the request and
 //              its KV blocks allow
@@ -77,8 +77,8 @@ struct Indexed {
 };
 
 // Find up to `most` drafts that follow text[start], if the index knows an end of the text that is
-// longer than `match` by two tokens, or any if `match` is 0. If neither is known they begin with
-// `common`. For one warp.
+// longer than `match`, by two tokens if that has two or more. If the index knows none and `match`
+// is 0, they begin with `common`. For one warp.
 __device__ __forceinline__ void find_indexed(const DraftIndex& index, const int* text, int start,
                                              int match, int common, int most, Indexed& found) {
   int* const recent = found.recent;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void find_indexed(const DraftIndex& index, const int*
     if (longest < 0 && (count > 0 || match > 0 || common < 0)) break;
     if (count == 0 && longest >= 0) {
       length = context_length(longest);
-      if (length <= match + (match > 0)) break;
+      if (length <= match + (match > 1)) break;
     }
     const int next = longest < 0 ? common : __shfl_sync(0xffffffff, token, longest);
     if (lane == 0) recent[kLongestContext + count] = next;

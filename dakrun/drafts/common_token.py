@@ -16,9 +16,12 @@ class CommonToken:
 
     def learn(self, matches: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Count the first of the new `tokens` of each row whose match was 0."""
-        for match, new in zip(matches, tokens, strict=True):
-            if match or not new or new[0] < 0:
-                continue
-            self._counts[new[0]] += 1
-            if self._counts[new[0]] > self._counts[self.token]:
-                self.token = new[0]
+        firsts = [
+            new[0]
+            for match, new in zip(matches, tokens, strict=True)
+            if not match and new and new[0] >= 0
+        ]
+        self._counts.update(firsts)
+        best = max(firsts, key=self._counts.__getitem__, default=self.token)
+        if self._counts[best] > self._counts[self.token]:
+            self.token = best

@@ -60,8 +60,8 @@ class Drafter:
 
         Those that a grammar has `forced`, by slot; else those behind a match of the slot's own
         text; or those of the file's index, if it knows a longer end of the text, by two tokens at
-        least, or if there is no match. If neither knows any end, a common token, and what the index
-        knows behind it.
+        least if the match has two or more. If neither knows any end, a common token, and what the
+        index knows behind it.
         """
         found = list[Sequence[int]]()
         common = self._common.token
@@ -73,7 +73,7 @@ class Drafter:
                 continue
             text = self._texts[slot].all
             own, match_end = longest_match(text)
-            by_index = match > own + 1 or not own
+            by_index = match > own + (own > 1) or not own
             used = min(LONGEST_MATCH, match if by_index else own)
             length = min(limit, self.lengths.by_match[used])
             if by_index:
