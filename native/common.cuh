@@ -51,6 +51,14 @@ struct Barriers {
   __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
 };
 
+// Between what a warp's elected thread has written and its next use: the race checker takes the
+// elected thread for another one each time. Nothing without it.
+__device__ __forceinline__ void sync_elected() {
+#if RACECHECK
+  sync_warp();
+#endif
+}
+
 // Assigns CTAs to tiers. Logical CTAs are numbered tier by tier, the local ones first. Neighbouring
 // blockIdx tend to share a path to HBM, so the remote (or idle) CTAs are spread evenly over the
 // grid.

@@ -147,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   WProducer w_producer(args, ring, tier_number);
   if (produces && warp == kWProducer) {
     if (is_copying_thread()) ring.initialize_full();
+    if (kWholeWarps) sync_elected();
     w_producer.fill_ring(min(tier.window, tier.stages));
   } else if (produces && is_copying_thread()) {
     ptx::prefetch_tensor_map(&args.x);
