@@ -6,8 +6,9 @@
 //     each thread: for some positions, the longest match of the text's end with the text before them
 //     reduce over the CTA: the longest match; of equal ones, the last
 //     one warp: the tokens that follow by the index, if it knows a longer end of the text than the
-//               match, by two tokens at least if that has two or more; a draft follows from the text and the drafts before it. Where neither knows
-//               an end of the text, the first draft is a token that is common there
+//               match, by two tokens at least if that has two or more; a draft follows from the
+//               text and the drafts before it. Where neither knows an end of the text, the first
+//               draft is a token that is common there
 //     drafts = the tokens behind the longest of the matches; as many as the match, the request and
 //              its KV blocks allow
 //     write the row's `width` tokens: the newest one, its drafts, and idle ones (position -1)
