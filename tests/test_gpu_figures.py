@@ -38,7 +38,8 @@ if sys.argv[1] == "generate":
     rows = [json.loads(line) for line in open(of("-i")[0])]
     answers = [{"id": row["id"], "token_ids": [plan.get("token", 7)]} for row in rows]
     pathlib.Path(of("-o")[0]).write_text("".join(json.dumps(row) + "\\n" for row in answers))
-    times = {"wall_s": 10.0 * slow, "bound_s": 8.0, "decode_steps": 9}
+    times = {"wall_s": 10.0 * slow, "bound_s": 8.0, "predicted_s": 9.5,
+             "decode_steps": 9}
     found, target = {"tokens_per_s": 1000 / slow, "time": times}, of("--report")[0]
 else:
     sizes = [int(n) for n in of("--batch-size")] or [8]
@@ -199,14 +200,18 @@ def test_dakrun_knows_all_options(arguments: str) -> None:
 
 def test_requests_are_the_same_again(tmp_path: Path) -> None:
     """2,000 have the lengths of those behind the figures in profiles/README.md."""
-    write_requests(tmp_path / "all", 2000)
-    write_requests(tmp_path / "some", 200)
+    write_requests(tmp_path / "all", 2000, 512)
+    write_requests(tmp_path / "some", 200, 512)
+    write_requests(tmp_path / "short", 200, 128)
     lines = (tmp_path / "all").read_text().splitlines()
     assert (tmp_path / "some").read_text().splitlines() == lines[:200]
     requests = [json.loads(line) for line in lines]
     assert sum(len(row["prompt_token_ids"]) for row in requests) == 372_568
     assert sum(row["max_tokens"] for row in requests) == 360_402
     assert len({row["id"] for row in requests}) == 2000
+    short = [json.loads(line) for line in (tmp_path / "short").read_text().splitlines()]
+    wanted = [{**row, "max_tokens": min(128, row["max_tokens"])} for row in requests[:200]]
+    assert short == wanted
 
 
 @pytest.mark.full

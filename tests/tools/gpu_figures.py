@@ -40,11 +40,12 @@ Value = Callable[..., tuple[float, str]]  # of each run's result: a value, what 
 
 @dataclass(frozen=True)
 class Run:
-    """Arguments of dakrun, or a script; seconds expected; rows that generate gets."""
+    """Arguments of dakrun, or a script; seconds expected; rows that generate gets, their tokens."""
 
     arguments: str
     seconds: int = field(compare=False)
     rows: int = 2000
+    most_tokens: int = 512
     base: bool = False  # from the checkout --base
 
 
@@ -110,19 +111,27 @@ def equal(first: Result, second: Result) -> tuple[float, str]:
     return same / len(first), f"{same} of {len(first)}"
 
 
+def foretold(result: Result) -> tuple[float, str]:
+    """How far a run's wall time is from the predicted one, as a share of it."""
+    wall, predicted = (result["time"][key] for key in ("wall_s", "predicted_s"))
+    said = f"{wall:.4g} s, predicted {predicted:.4g} s, {result['tokens_per_s']:.4g} tokens/s"
+    return abs(wall / predicted - 1), said
+
+
 def worst(key: str, least_bytes: float = 0) -> Value:
     """The smallest `key` of a kernel's cases that read so many bytes of KV."""
     return per(lambda of: min(case[key] for case in of["rows"] if case["kv_bytes"] >= least_bytes))
 
 
-def write_requests(path: Path, rows: int) -> None:
+def write_requests(path: Path, rows: int, most_tokens: int) -> None:
     """Ragged requests, the same in every call: logarithms of both lengths are normal."""
     chance = np.random.default_rng(7)
     prompts = np.clip(np.exp(chance.normal(4.7, 1.1, 2000)), 8, 1500).astype(int)
     answers = np.clip(np.exp(chance.normal(4.9, 0.9, 2000)), 4, 512).astype(int)
     lengths = enumerate(zip(prompts[:rows], answers[:rows], strict=True))
     path.write_text("".join(json.dumps({
-        "id": f"r{number}", "max_tokens": int(answer), "ignore_eos": True,
+        "id": f"r{number}", "ignore_eos": True,
+        "max_tokens": min(most_tokens, int(answer)),
         "prompt_token_ids": chance.integers(10, 50_000, prompt).tolist(),  # all models have them
     }) + "\n" for number, (prompt, answer) in lengths))  # fmt: skip
 
@@ -164,7 +173,8 @@ class Runner:
             command = ["-m", "dakrun", *command, "--profile", self.profile, target, str(out)]
             command += ["--load-format", "dummy"] if "--model" in command else []
         if generates:
-            write_requests(requests := self.folder / "requests.jsonl", run.rows)
+            requests = self.folder / "requests.jsonl"
+            write_requests(requests, run.rows, run.most_tokens)
             command += ["-i", str(requests), "-o", str(answers), "--overwrite"]
         checkout, paths = self.base if run.base else ROOT, os.environ.get("PYTHONPATH", "")
         with log.open("w", encoding="utf-8") as said:
@@ -241,6 +251,10 @@ TABLE = {
             lambda of: of["time"]["bound_s"] / of["time"]["wall_s"]), 0.70)]),
         Figure("products", (Run("tests/tools/grouped_speed.py", 30),),
                [Bar("rows under their bars", per(lambda text: text.count("under")), 0, True)]),
+        *(Figure(f"beyond-{name}", (Run(f"generate --model {model}", seconds, 256, 128),),
+                 [Bar("wall time's distance from the prediction", foretold, 0.10, True)])
+          for name, model, seconds in (("glm", "glm-4.5-air-fp8", 200),
+                                       ("qwen", "qwen3-235b-a22b-gptq-int4", 260))),
     ],
     "drafts": [
         Figure("verify", (Run(f"{OPT} --speculate 8 --ratio 0.48", 65),),
