@@ -86,16 +86,16 @@ struct Weights {
 
 // A tile's rows in a warp's columns; zeros where there are none.
 struct TileRows {
-  Chunk chunks[kChunks];
+  uint4 chunks[kChunks];  // words, which are not unpacked before they are needed
 
   __device__ __forceinline__ void load(const RouteArgs& args, int first, int end, int part) {
     const int row = first + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++) {
       const int col = column(part, chunk);
-      chunks[chunk] = Chunk{};
+      chunks[chunk] = {};
       if (row < end && col < args.hidden) {
-        chunks[chunk] = *reinterpret_cast<const Chunk*>(
+        chunks[chunk] = *reinterpret_cast<const uint4*>(
             args.x + static_cast<int64_t>(row) * args.hidden + col);
       }
     }
@@ -105,9 +105,10 @@ struct TileRows {
     float2 sums[kWeightParts][2] = {};  // of experts 0 to 7, and 8 to 15
 #pragma unroll
     for (int i = 0; i < 2 * kChunks; i++) {
-      const Element* const x = chunks[i / 2].of + i % 2 * 4;
+      const uint4& chunk = chunks[i / 2];
+      const float2 a = unpacked(i % 2 ? chunk.z : chunk.x), b = unpacked(i % 2 ? chunk.w : chunk.y);
       uint32_t low[kXParts], high[kXParts];
-      split(to_float(x[0]), to_float(x[1]), low), split(to_float(x[2]), to_float(x[3]), high);
+      split(a.x, a.y, low), split(b.x, b.y, high);
 #pragma unroll
       for (int j = 0; j < kWeightParts * kXParts; j++) {
         float2(&sum)[2] = sums[j % kWeightParts];
