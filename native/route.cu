@@ -86,18 +86,16 @@ struct Weights {
 
 // A tile's rows in a warp's columns; zeros where there are none.
 struct TileRows {
-  uint4 chunks[kChunks];  // words, which are not unpacked before they are needed
+  float4 chunks[kChunks];  // words of two elements, which are unpacked when they are needed
 
   __device__ __forceinline__ void load(const RouteArgs& args, int first, int end, int part) {
     const int row = first + threadIdx.x % 32 / 4;
+    const Element* const from = args.x + static_cast<int64_t>(row) * args.hidden;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++) {
       const int col = column(part, chunk);
-      chunks[chunk] = {};
-      if (row < end && col < args.hidden) {
-        chunks[chunk] = *reinterpret_cast<const uint4*>(
-            args.x + static_cast<int64_t>(row) * args.hidden + col);
-      }
+      chunks[chunk] = ptx::load_from_l2_or_zero(reinterpret_cast<const float4*>(from + col),
+                                                row < end && col < args.hidden);
     }
   }
   // Products with the weights, summed over the columns, for each expert and row.
@@ -105,8 +103,9 @@ struct TileRows {
     float2 sums[kWeightParts][2] = {};  // of experts 0 to 7, and 8 to 15
 #pragma unroll
     for (int i = 0; i < 2 * kChunks; i++) {
-      const uint4& chunk = chunks[i / 2];
-      const float2 a = unpacked(i % 2 ? chunk.z : chunk.x), b = unpacked(i % 2 ? chunk.w : chunk.y);
+      const float4& chunk = chunks[i / 2];
+      const float2 a = unpacked(__float_as_uint(i % 2 ? chunk.z : chunk.x));
+      const float2 b = unpacked(__float_as_uint(i % 2 ? chunk.w : chunk.y));
       uint32_t low[kXParts], high[kXParts];
       split(a.x, a.y, low), split(b.x, b.y, high);
 #pragma unroll
@@ -126,17 +125,18 @@ struct TileRows {
   }
 };
 
-// Logits of a CTA's experts for rows `first` to `end` - 1, from its columns.
+// Logits of a CTA's experts for rows `first` to `end` - 1, from its columns. Two tiles are loaded at
+// a time, as ptxas lets the next load of a loop wait for the last one.
 __device__ __forceinline__ void multiply(const RouteArgs& args, const Weights& weights,
                                          int first_expert, int part, int first, int end,
                                          Sums (&sums)[2]) {
-  TileRows next;
-  next.load(args, first, end, part);
+  TileRows rows, next;
+  rows.load(args, first, end, part), next.load(args, first + kTileRows, end, part);
 #pragma unroll 1
   for (int turn = 0; first < end; first += kTileRows, turn ^= 1) {
-    const TileRows rows = next;
-    next.load(args, first + kTileRows, end, part);
     rows.multiply(weights, sums[turn]);
+    rows = next;
+    next.load(args, first + 2 * kTileRows, end, part);
     __syncthreads();
     const int row = first + threadIdx.x / kTileExperts;
     const int number = threadIdx.x % kTileExperts, expert = first_expert + number;
