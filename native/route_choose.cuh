@@ -97,26 +97,39 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
   }
   float scores[kPerLane];
   sum_parts(args, row, scores);
-  uint32_t own = 0;
+  if (args.sigmoid) {
 #pragma unroll
-  for (int i = 0; i < kPerLane; i++)
-    own = max(own, exists(i) ? key(scores[i]) : 0);
-  const float maximum = value_of(largest(own));
-  float sum = 0.0f;
+    for (float& score : scores)
+      score = 1.0f / (1.0f + expf(-score));
+  } else {
+    uint32_t own = 0;
 #pragma unroll
-  for (int i = 0; i < kPerLane; i++) {
-    scores[i] = args.sigmoid ? 1.0f / (1.0f + expf(-scores[i])) : expf(scores[i] - maximum);
-    if (exists(i)) sum += scores[i];
+    for (int i = 0; i < kPerLane; i++) {
+      const uint32_t more = key(scores[i]);
+      own = max(own, exists(i) ? more : 0);
+    }
+    const float maximum = value_of(largest(own));
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; i++) {
+      scores[i] = expf(scores[i] - maximum);
+      sum += exists(i) ? scores[i] : 0.0f;
+    }
+    const float factor = 1.0f / total(sum);
+#pragma unroll
+    for (float& score : scores)
+      score *= factor;
   }
-  const float factor = args.sigmoid ? 1.0f : 1.0f / total(sum);
   uint32_t keys[kPerLane];  // 0: cannot be chosen, or has been
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
-    scores[i] *= factor;
-    keys[i] = exists(i) ? key(scores[i] + bias[i]) : 0;
-    if (args.groups > 1 && exists(i)) by[own_first + i] = scores[i] + bias[i];
+    const uint32_t found = key(scores[i] + bias[i]);
+    keys[i] = exists(i) ? found : 0;
   }
   if (args.groups > 1) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; i++)
+      if (exists(i)) by[own_first + i] = scores[i] + bias[i];
     sync_warp();
     const int size = experts / args.groups;
     const uint32_t open = best_groups(args, by, size);
@@ -127,21 +140,26 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     sync_warp();  // the next row uses `by` again
   }
   uint32_t picked = 0;  // bit i: the lane's expert number i
+  const uint32_t before = (1u << lane) - 1;  // lanes
+  uint32_t own = *keys;                      // the lane's largest
+#pragma unroll
+  for (const uint32_t key : keys)
+    own = max(own, key);
   for (int k = 0; k < args.top_k; k++) {
-    uint32_t own = 0;
-#pragma unroll
-    for (const uint32_t key : keys)
-      own = max(own, key);
-    const uint32_t best = largest(own);
-    int first = kMaxExperts;
-#pragma unroll
-    for (int i = kPerLane - 1; i >= 0; i--) {
-      if (keys[i] == best) first = own_first + i;
-    }
-    first = __reduce_min_sync(0xffffffff, first);
+    // While the lanes are compared: the lane's first expert of the largest key, and the key after.
+    uint32_t first = 0, after = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
-      if (own_first + i == first) keys[i] = 0, picked |= 1u << i;
+      const bool is_first = first == 0 && keys[i] == own;
+      first |= is_first ? 1u << i : 0;
+      after = max(after, is_first ? 0 : keys[i]);
+    }
+    const bool is_best = own == largest(own);
+    if (!(__ballot_sync(0xffffffff, is_best) & before) && is_best) {
+      picked |= first, own = after;
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++)
+        keys[i] = first >> i & 1 ? 0 : keys[i];
     }
   }
   float of_picked = 0.0f;
@@ -154,7 +172,7 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
   int rank = 0;  // chosen experts before the lane's
 #pragma unroll
   for (int i = 0; i < kPerLane; i++)
-    rank += __popc(__ballot_sync(0xffffffff, picked >> i & 1) & ((1u << lane) - 1));
+    rank += __popc(__ballot_sync(0xffffffff, picked >> i & 1) & before);
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
     if (picked >> i & 1)
