@@ -184,8 +184,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
   const int warp = threadIdx.x / 32;
   float* const by = reinterpret_cast<float*>(order.end()) + warp * args.experts;
+  const int origin = args.n > kMaxRows ? first : 0;
   for (int row = warp; row < rows; row += kWarps)
-    choose(args, first + row, by, order.pairs + row * args.top_k);
+    choose(args, origin, first + row - origin, by, order.pairs + row * args.top_k);
   if (bands > 1) {
     __syncthreads();
     order.store(first, rows);

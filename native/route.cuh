@@ -25,7 +25,7 @@ struct RouteArgs {
   const int* stacked;   // [experts]: the stack index of each expert; null: its number
   int* use;             // [2, experts]: rows that chose it, launches that read an index; or null
   float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 3
-  float2* chosen;       // [n, top_k]: a stack index, as bits, and the expert's weight
+  float2* chosen;       // [n, top_k]: choices, as bits
   int* counts;          // [bands, experts]: rows of a band by stack index, of more than kMaxRows rows
   int* arrivals;        // [bands + 1], zeros before and after
   int n, hidden, experts, top_k;
@@ -36,8 +36,8 @@ struct RouteArgs {
 };
 
 // What a row chose: a stack index, -1 in rows without a request, and the weight.
-struct Choice {
-  int index;
+struct alignas(8) Choice {
+  short index, row;  // of the rows that are numbered together
   float weight;
 };
 

@@ -81,9 +81,12 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
   }
 }
 
-// Choose the experts of a row: [top_k] by ascending number. `by`, [experts], is the warp's memory.
-__device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by, Choice* to) {
+// Choose the experts of row `first` + `number`: [top_k] by ascending number. `by`, [experts], is the
+// warp's memory.
+__device__ __forceinline__ void choose(const RouteArgs& args, int first, int number, float* by,
+                                       Choice* to) {
   const int lane = threadIdx.x % 32, experts = args.experts, own_first = kPerLane * lane;
+  const int row = first + number;
   const auto exists = [=](int i) { return own_first + i < experts; };
   // Loads that wait for nothing come first. A row without a request computes, too, and chooses none.
   const bool idle = args.lengths != nullptr && args.lengths[row] < 0;
@@ -175,7 +178,9 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int row, float* by
     rank += __popc(__ballot_sync(0xffffffff, picked >> i & 1) & before);
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
-    if (picked >> i & 1)
-      to[rank++] = {idle ? -1 : indices[i], scores[i] * scale};
+    if (picked >> i & 1) {
+      const int index = idle ? -1 : indices[i];
+      to[rank++] = {static_cast<short>(index), static_cast<short>(number), scores[i] * scale};
+    }
   }
 }

@@ -12,7 +12,7 @@ struct PairOrder {
   const RouteArgs& args;
   Choice* const pairs;    // [rows, top_k]
   uint32_t* const masks;  // [experts][kWords]: rows that chose an expert
-  int* const totals;      // [experts]: pairs of each
+  int* const totals;      // [experts]: pairs of each, if the launch before counted them
   int* const firsts;      // [experts]: the first pair of these rows
 
   __device__ __forceinline__ PairOrder(const RouteArgs& args, uint8_t* smem)
@@ -27,13 +27,11 @@ struct PairOrder {
   // Pairs to and from global memory. mark() comes behind a barrier.
   __device__ __forceinline__ void store(int first, int rows) const {
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads)
-      of_row(first)[i] = {__uint_as_float(pairs[i].index), pairs[i].weight};
+      of_row(first)[i] = *reinterpret_cast<const float2*>(pairs + i);
   }
   __device__ __forceinline__ void load(int first, int rows) const {
-    for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
-      const float2 pair = ptx::load_from_l2(of_row(first) + i);
-      pairs[i] = {static_cast<int>(__float_as_uint(pair.x)), pair.y};
-    }
+    for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads)
+      *reinterpret_cast<float2*>(pairs + i) = ptx::load_from_l2(of_row(first) + i);
   }
 
   // Counts the rows of a band that chose each expert.
@@ -46,34 +44,31 @@ struct PairOrder {
   // Writes the pairs of `rows` rows from row `first` on.
   __device__ __forceinline__ void write(int first, int rows) const {
     mark(rows);
-    for (int expert = threadIdx.x; expert < args.experts; expert += kThreads) {
-      int total = 0, earlier = 0;
-      if (rows == args.n) {
-        total = before(expert, kMaxRows);
-      } else {
+    if (rows < args.n) {
+      for (int expert = threadIdx.x; expert < args.experts; expert += kThreads) {
+        int total = 0, earlier = 0;
 #pragma unroll 8
         for (int band = 0; band < band_count(args); band++) {
           const int count = args.counts[band * args.experts + expert];  // of the launch before
           total += count;
           if (band * args.band_rows < first) earlier += count;
         }
+        totals[expert] = total, firsts[expert] = earlier;
       }
-      totals[expert] = total, firsts[expert] = earlier;
+      __syncthreads();
     }
-    __syncthreads();
     if (threadIdx.x < 32) {
-      add_up(first == 0);
+      add_up(rows, first == 0);
     } else if (first == 0 && args.use != nullptr) {
-      count_use();
+      count_use(rows);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
       const Choice choice = pairs[i];
-      const int row = i / args.top_k;
       int pair = -1;
       if (choice.index >= 0) {
-        pair = firsts[choice.index] + before(choice.index, row);
-        args.tokens[pair] = first + row;
+        pair = firsts[choice.index] + before(choice.index, choice.row);
+        args.tokens[pair] = first + choice.row;
         args.weights[pair] = choice.weight;
       }
       args.pairs[static_cast<int64_t>(first) * args.top_k + i] = pair;
@@ -90,7 +85,7 @@ struct PairOrder {
       masks[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
-      const int row = i / args.top_k, index = pairs[i].index;
+      const int index = pairs[i].index, row = pairs[i].row;
       if (index >= 0) atomicOr(masks + kWords * index + row / 32, 1u << row % 32);
     }
     __syncthreads();
@@ -106,23 +101,30 @@ struct PairOrder {
     }
     return count;
   }
+  // The pairs of an expert: those of `rows` rows, or if the launch has more, the bands' sum.
+  __device__ __forceinline__ int total(int expert, int rows) const {
+    return rows < args.n ? totals[expert] : before(expert, kMaxRows);
+  }
   // Adds to counts of use, by all warps but the first.
-  __device__ __forceinline__ void count_use() const {
+  __device__ __forceinline__ void count_use(int rows) const {
     for (int expert = threadIdx.x - 32; expert < args.experts; expert += kThreads - 32) {
       const int index = args.stacked == nullptr ? expert : args.stacked[expert];
-      if (totals[index] == 0) continue;
-      atomicAdd(args.use + expert, totals[index]);
+      const int uses = total(index, rows);
+      if (uses == 0) continue;
+      atomicAdd(args.use + expert, uses);
       atomicAdd(args.use + args.experts + index, 1);
     }
   }
   // Moves each expert's pairs behind those of the experts before it, by a warp. A lane adds up
   // neighbours; then their sums are added up.
-  __device__ __forceinline__ void add_up(bool stores) const {
-    const int lane = threadIdx.x, each = ceil_div(args.experts, 32);
-    const int first = lane * each, last = min(first + each, args.experts);
-    int sum = 0;
-    for (int i = first; i < last; i++)
-      sum += totals[i];
+  __device__ __forceinline__ void add_up(int rows, bool stores) const {
+    const int lane = threadIdx.x, first = lane * kPerLane;
+    int counts[kPerLane], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; i++) {
+      counts[i] = first + i < args.experts ? total(first + i, rows) : 0;
+      sum += counts[i];
+    }
     int end = sum;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -130,10 +132,13 @@ struct PairOrder {
       if (lane >= distance) end += more;
     }
     int at = end - sum;
-    for (int i = first; i < last; i++) {
-      firsts[i] += at;
-      at += totals[i];
-      if (stores) args.ends[i] = at;
+#pragma unroll
+    for (int i = 0; i < kPerLane; i++) {
+      const int expert = first + i;
+      if (expert >= args.experts) break;
+      firsts[expert] = at + (rows < args.n ? firsts[expert] : 0);
+      at += counts[i];
+      if (stores) args.ends[expert] = at;
     }
   }
 };
