@@ -97,6 +97,18 @@ __device__ __forceinline__ float2 load_from_l2(const float2* from) {
   return value;
 }
 
+// Store a word, or two at once, that another SM loads past L1 again and again until it is there.
+__device__ __forceinline__ void store_to_l2(float* to, float value) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_to_l2(float2* to, float2 value) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
+// Where such a loop begins anew: the emulator lets others run.
+__device__ __forceinline__ void spin() {}
+
 // Add to a counter with acquire and release at gpu scope: after all that the thread has written or
 // observed, before all that it reads next. Returns the previous value.
 __device__ __forceinline__ int atomic_add_acq_rel(int* to, int value) {

@@ -1,19 +1,23 @@
 // The router of a mixture of experts: each row's experts and their weights, and per expert the rows
 // that chose it, in the order of rows.
 //
-// route: a CTA has 16 experts, 512 columns (64 a warp) and a band of up to 64 rows
+// route: of a band of up to 64 rows, a CTA has 16 experts and 512 columns (64 a warp)
 //   load the experts' weights, each as the sum of three bfloat16 numbers
 //   wait for predecessor kernels
 //   for each tile of 8 rows: store logits from these columns, by tensor cores, the warps' added up
-//   the band's last CTA, one warp per row (route_choose.cuh):
-//     logits = sums over columns
+// behind these CTAs, those that choose, one warp per row (route_choose.cuh):
+//     logits = sums over columns, each waited for
 //     scores = softmax(logits) or sigmoid(logits); by = scores + bias
 //     hide experts outside the row's best groups, whose two largest `by` have the largest sums
 //     take the expert of the largest `by` k times: of equals the first; NaN is the largest
 //     weights = scores, divided by their sum if renormalized, * scale
-//   up to 64 rows: the last CTA of all numbers the pairs of a row and an expert (route_pairs.cuh);
-//   more rows: each band's last CTA counts the rows of each expert, and
+//   up to 64 rows: the last CTA waits for all choices and numbers the pairs of a row and an expert
+//   (route_pairs.cuh); more rows: a CTA chooses for a band and counts the rows of each expert, and
 // number_pairs: a CTA per band numbers its pairs, behind those of earlier bands
+//
+// Logits and choices are waited for word by word: who reads one leaves a NaN in its place that no
+// arithmetic makes (unwritten()). A counter would take a fence, an atomic and another load. CTAs
+// wait for earlier ones alone, so that all of them can run.
 //
 // A product of bfloat16 numbers is exact in float32. A weight is the sum of three of them, a
 // float16 of two. Sums over columns have one order, whatever the number of rows: a warp's, then
@@ -145,56 +149,55 @@ __device__ __forceinline__ void multiply(const RouteArgs& args, const Weights& w
 #pragma unroll
     for (const auto& of_warp : sums[turn])
       sum += of_warp[row - first][number];
-    args.logits[(static_cast<int64_t>(part) * args.n + row) * kMaxExperts + expert] = sum;
+    const int64_t of_row = static_cast<int64_t>(part) * args.n + row;
+    ptx::store_to_l2(args.logits + of_row * kMaxExperts + expert, sum);
   }
 }
 
-// Whether this CTA arrives last of `count`. What the others wrote before, its threads read past L1.
-__device__ __forceinline__ bool arrives_last(int* arrivals, int count, int& shared) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    shared = ptx::atomic_add_acq_rel(arrivals, 1) == count - 1;
-    if (shared) *arrivals = 0;
-  }
-  __syncthreads();
-  return shared;
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    route(const __grid_constant__ RouteArgs args) {
-  extern __shared__ __align__(1024) uint8_t smem[];
-  __shared__ int last;
-  ptx::launch_dependents();
-  const int tiles = ceil_div(args.experts, kTileExperts), parts = part_count(args);
-  const int bands = band_count(args), band = blockIdx.x / (tiles * parts);
-  if (band >= bands) return fill_sm();
-  const int unit = blockIdx.x % (tiles * parts), part = unit / tiles;
-  const int first = band * args.band_rows, rows = min(args.band_rows, args.n - first);
-  Weights weights;
-  weights.load(args, unit % tiles * kTileExperts, part);
+// Choose the experts of `rows` rows from row `first` on, if any. The CTA of the last rows numbers the
+// pairs of up to kMaxRows.
+__device__ __forceinline__ void choose_rows(const RouteArgs& args, int first, int rows,
+                                            uint8_t* smem) {
+  const PairOrder order(args, smem);
+  order.clear();
   if (threadIdx.x * kLine < args.experts) {
     if (args.bias != nullptr) ptx::prefetch(args.bias + threadIdx.x * kLine);
     if (args.stacked != nullptr) ptx::prefetch(args.stacked + threadIdx.x * kLine);
   }
   ptx::wait_for_dependencies();
-  const PairOrder order(args, smem);
-  multiply(args, weights, unit % tiles * kTileExperts, part, first, first + rows,
-           *reinterpret_cast<Sums(*)[2]>(order.end()));
-  if (!arrives_last(args.arrivals + band, tiles * parts, last)) return;
-
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, origin = args.n > kMaxRows ? first : 0;
   float* const by = reinterpret_cast<float*>(order.end()) + warp * args.experts;
-  const int origin = args.n > kMaxRows ? first : 0;
   for (int row = warp; row < rows; row += kWarps)
     choose(args, origin, first + row - origin, by, order.pairs + row * args.top_k);
-  if (bands > 1) {
+  if (rows < args.n) {
     __syncthreads();
     order.store(first, rows);
-    if (args.n > kMaxRows) return order.count(band, rows);
-    if (!arrives_last(args.arrivals + bands, bands, last)) return;
+    if (args.n > kMaxRows) return order.count(first / args.band_rows, rows);
+    if (rows <= 0 || first + rows < args.n) return;
+    __syncthreads();
     order.load(0, args.n);
   }
   order.write(0, args.n);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    route(const __grid_constant__ RouteArgs args) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  ptx::launch_dependents();
+  const int tiles = ceil_div(args.experts, kTileExperts), units = tiles * part_count(args);
+  const int ctas = units + ceil_div(args.band_rows, args.chooser_rows);
+  const int band = blockIdx.x / ctas, unit = blockIdx.x % ctas;
+  if (band >= band_count(args)) return fill_sm();
+  const int first = band * args.band_rows, end = min(first + args.band_rows, args.n);
+  if (unit >= units) {
+    const int from = first + (unit - units) * args.chooser_rows;
+    return choose_rows(args, from, min(args.chooser_rows, end - from), smem);
+  }
+  const int first_expert = unit % tiles * kTileExperts, part = unit / tiles;
+  Weights weights;
+  weights.load(args, first_expert, part);
+  ptx::wait_for_dependencies();
+  multiply(args, weights, first_expert, part, first, end, *reinterpret_cast<Sums(*)[2]>(smem));
 }
 
 using NumberPairsArgs = RouteArgs;
@@ -203,9 +206,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     number_pairs(const __grid_constant__ NumberPairsArgs args) {
   extern __shared__ __align__(1024) uint8_t smem[];
   ptx::launch_dependents();
+  const PairOrder order(args, smem);
+  order.clear();
   ptx::wait_for_dependencies();
   const int first = blockIdx.x * args.band_rows, rows = min(args.band_rows, args.n - first);
-  const PairOrder order(args, smem);
   order.load(first, rows);
   order.write(first, rows);
 }

@@ -24,16 +24,24 @@ struct RouteArgs {
   int* pairs;           // [n, top_k]: numbers of a row's pairs, by expert; -1 without a request
   const int* stacked;   // [experts]: the stack index of each expert; null: its number
   int* use;             // [2, experts]: rows that chose it, launches that read an index; or null
-  float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 3
-  float2* chosen;       // [n, top_k]: choices, as bits
+  float* logits;        // [parts, n, kMaxExperts] by parts of the columns; scratch, as the next 2
+  float2* chosen;       // [n, top_k]: choices, as bits. Both are unwritten before and after
   int* counts;          // [bands, experts]: rows of a band by stack index, of more than kMaxRows rows
-  int* arrivals;        // [bands + 1], zeros before and after
   int n, hidden, experts, top_k;
-  int band_rows;        // of a CTA
+  int band_rows, chooser_rows;  // of a CTA
   int groups, top_groups;
   int sigmoid, renormalized;
   float scale;
 };
+
+// Whether `word` is what scratch has where nothing has been written: all bits set.
+constexpr uint32_t kUnwritten = 0xffffffff;
+__device__ __forceinline__ bool unwritten(float word) {
+  return __float_as_uint(word) == kUnwritten;
+}
+__device__ __forceinline__ void set_unwritten(float4* to) {
+  *reinterpret_cast<uint4*>(to) = {kUnwritten, kUnwritten, kUnwritten, kUnwritten};
+}
 
 // What a row chose: a stack index, -1 in rows without a request, and the weight.
 struct alignas(8) Choice {

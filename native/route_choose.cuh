@@ -53,31 +53,45 @@ __device__ __forceinline__ uint32_t best_groups(const RouteArgs& args, const flo
   return found;
 }
 
-// The logits of the lane's experts: sums of the parts, in order.
+// The logits of the lane's experts, those of all parts: sums in order. Leaves them unwritten.
 __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float (&sums)[kPerLane]) {
   constexpr int kVectors = kPerLane / 4, kAtOnce = 4 / kVectors;  // registers for 16 logits
-  const int parts = part_count(args);
+  const int parts = part_count(args), own_first = threadIdx.x % 32 * kPerLane;
   const int64_t part_size = static_cast<int64_t>(args.n) * kVectors * 32;
-  const float4* from = reinterpret_cast<const float4*>(args.logits) +
-                       (static_cast<int64_t>(row) * 32 + threadIdx.x % 32) * kVectors;
+  float4* from = reinterpret_cast<float4*>(args.logits) +
+                 (static_cast<int64_t>(row) * 32 + threadIdx.x % 32) * kVectors;
 #pragma unroll
   for (float& sum : sums)
     sum = 0.0f;
 #pragma unroll 1
   for (int part = 0; part < parts; part += kAtOnce) {
     float4 more[kAtOnce][kVectors];
+    for (bool waits = true; waits;) {
+      waits = false;
 #pragma unroll
-    for (int i = 0; i < kAtOnce * kVectors; i++) {
-      more[i / kVectors][i % kVectors] = ptx::load_from_l2_or_zero(
-          from + i / kVectors * part_size + i % kVectors, part + i / kVectors < parts);
+      for (int i = 0; i < kAtOnce * kVectors; i++) {
+        more[i / kVectors][i % kVectors] = ptx::load_from_l2_or_zero(
+            from + i / kVectors * part_size + i % kVectors, part + i / kVectors < parts);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce * kVectors; i++) {
+        const float4& logits = more[i / kVectors][i % kVectors];
+        const float of[4] = {logits.x, logits.y, logits.z, logits.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          waits |= unwritten(of[j]) && own_first + i % kVectors * 4 + j < args.experts;
+      }
+      if (waits) ptx::spin();
     }
-    from += kAtOnce * part_size;
 #pragma unroll
     for (int i = 0; i < kAtOnce * kVectors; i++) {
       const float4 logits = more[i / kVectors][i % kVectors];
       float* const to = sums + i % kVectors * 4;
       to[0] += logits.x, to[1] += logits.y, to[2] += logits.z, to[3] += logits.w;
+      if (part + i / kVectors < parts)
+        set_unwritten(from + i / kVectors * part_size + i % kVectors);
     }
+    from += kAtOnce * part_size;
   }
 }
 

@@ -24,14 +24,29 @@ struct PairOrder {
 
   __device__ __forceinline__ void* end() const { return firsts + args.experts; }
 
-  // Pairs to and from global memory. mark() comes behind a barrier.
+  // Before the first barrier.
+  __device__ __forceinline__ void clear() const {
+    for (int i = threadIdx.x; i < kWords * args.experts; i += kThreads)
+      masks[i] = 0;
+  }
+  // Pairs to and from global memory; two at a time are waited for.
   __device__ __forceinline__ void store(int first, int rows) const {
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads)
-      of_row(first)[i] = *reinterpret_cast<const float2*>(pairs + i);
+      ptx::store_to_l2(of_row(first) + i, *reinterpret_cast<const float2*>(pairs + i));
   }
   __device__ __forceinline__ void load(int first, int rows) const {
-    for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads)
-      *reinterpret_cast<float2*>(pairs + i) = ptx::load_from_l2(of_row(first) + i);
+    float2* const to = reinterpret_cast<float2*>(pairs);
+    const int count = rows * args.top_k;
+    for (int i = 2 * threadIdx.x; i < count; i += 2 * kThreads) {
+      float4* const from = reinterpret_cast<float4*>(of_row(first) + i);
+      const bool second = i + 1 < count;
+      float4 both = ptx::load_from_l2(from);
+      for (; unwritten(both.y) || second && unwritten(both.w); both = ptx::load_from_l2(from))
+        ptx::spin();
+      set_unwritten(from);
+      to[i] = {both.x, both.y};
+      if (second) to[i + 1] = {both.z, both.w};
+    }
   }
 
   // Counts the rows of a band that chose each expert.
@@ -79,10 +94,8 @@ struct PairOrder {
   __device__ __forceinline__ float2* of_row(int row) const {
     return args.chosen + static_cast<int64_t>(row) * args.top_k;
   }
-  // Writes `masks`: which rows chose which experts.
+  // Writes `masks`, which are clear: which rows chose which experts.
   __device__ __forceinline__ void mark(int rows) const {
-    for (int i = threadIdx.x; i < kWords * args.experts; i += kThreads)
-      masks[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
       const int index = pairs[i].index, row = pairs[i].row;

@@ -22,6 +22,7 @@ from dakrun.resources import resource_dir
 EMULATOR = Path(__file__).parent / "emulator"
 HEADER = "ptx.cuh"
 MACHINE = ("machine", "waits", "boxes", "stores")
+IN_ORDER = ("route",)  # kernels whose CTAs wait for those before them, which a GPU starts first
 # _FORTIFY_SOURCE aborts on jumps between stacks, by which fibers switch.
 COMPILER = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"]
 # Kernels call emulator/stores.cpp before each store, but for those to a function's own variables.
@@ -83,7 +84,8 @@ class EmulatedKernel:
         _load_machine()
         library.write_bytes(kept([*_emulator(), *sources().values(), entry, *macros], compile_it))
         self._launch = ctypes.CDLL(str(library)).launch
-        self.seed = 0
+        self._in_order = name in IN_ORDER
+        self.seed = 0  # odd ones start the last CTAs first, where they can
         self.together = 1  # clusters that run concurrently
 
     def launch(
@@ -106,9 +108,10 @@ class EmulatedKernel:
         assert grid > 0 and grid % cluster == 0, f"{grid} CTAs in clusters of {cluster}"
         complete = getattr(args, "order", 0) == AFTER_REMOTE
         problem = ctypes.create_string_buffer(256)
+        seed = self.seed << self._in_order
         self._launch(
             ctypes.byref(args), ctypes.sizeof(args), grid, cluster, cluster * self.together, block,
-            shared_bytes, ctypes.c_uint32(self.seed), complete, pdl,
+            shared_bytes, ctypes.c_uint32(seed), complete, pdl,
             problem,
         )  # fmt: skip
         assert not problem.value, problem.value.decode()

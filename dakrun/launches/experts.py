@@ -109,16 +109,16 @@ def router_logits(experts: int) -> int:
 
 
 def router_ctas(experts: int, hidden: int) -> int:
-    """CTAs of the router for the same rows of X."""
+    """CTAs of the router that multiply the same rows of X; others choose their experts."""
     return ceil_div(experts, ROUTER_EXPERTS) * ceil_div(hidden, ROUTER_COLS)
 
 
 def router_rows(rows: int, *, experts: int, hidden: int, card: Card) -> int:
     """Rows of X of a CTA of the router, of `rows` in all: so that an SM has one CTA, if it can be.
 
-    The last of the CTAs of these rows chooses their experts, so that more would take longer.
+    Another CTA chooses their experts.
     """
-    at_once = max(1, card.sms // router_ctas(experts, hidden))
+    at_once = max(1, card.sms // (router_ctas(experts, hidden) + 1))
     tiles = ceil_div(ceil_div(rows, ROUTER_TILE_ROWS), at_once)
     return min(ROUTER_MAX_ROWS, ROUTER_TILE_ROWS * tiles)
 

@@ -133,6 +133,7 @@ void fence();
 void touch_async(const Cta& of, uint32_t address, size_t bytes);
 // Note that the running thread stores to global memory, now or asynchronously.
 void global_store();
+extern uint64_t global_stores;  // how often that was
 
 // The running CTA's shared array of fixed size that `key` declares: NaN at first.
 uint8_t* fixed(const void* key, size_t bytes);

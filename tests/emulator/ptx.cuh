@@ -296,6 +296,15 @@ T load_from_l2(const T* from) {
 }
 
 template <class T>
+void store_to_l2(T* to, T value) {
+  *to = value;
+}
+
+inline void spin() {
+  emulator::wait([seen = emulator::global_stores] { return emulator::global_stores != seen; });
+}
+
+template <class T>
 T load_from_l2_or_zero(const T* from, bool loads) {
   return loads ? *from : T{};
 }

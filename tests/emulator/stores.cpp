@@ -82,7 +82,10 @@ void touch_async(const Cta& of, uint32_t address, size_t bytes) {
   }
 }
 
+uint64_t global_stores = 0;
+
 void global_store() {
+  global_stores++;
   if (!cta->running->waited_for_dependencies) cta->running->stored_early = true;
 }
 

@@ -5,6 +5,7 @@ reference.py has the same choice in plain torch.
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -36,9 +37,9 @@ class _Args(ctypes.Structure):
     _fields_ = (
         *operands.pointers("x", "weight", "bias", "lengths", "tokens", "weights", "ends", "pairs"),
         *operands.pointers("stacked", "use"),
-        *operands.pointers("logits", "chosen", "counts", "arrivals"),
-        *operands.ints("n", "hidden", "experts", "top_k", "band_rows", "groups", "top_groups"),
-        *operands.ints("sigmoid", "renormalized"),
+        *operands.pointers("logits", "chosen", "counts"),
+        *operands.ints("n", "hidden", "experts", "top_k", "band_rows", "chooser_rows"),
+        *operands.ints("groups", "top_groups", "sigmoid", "renormalized"),
         ("scale", ctypes.c_float),
     )
 
@@ -68,11 +69,13 @@ class Routed:
         experts, top_k, bands = routing.experts, routing.top_k, ceil_div(rows, ROUTER_TILE_ROWS)
         logits = ceil_div(hidden, ROUTER_COLS), rows, router_logits(experts)
         pairs = torch.empty(2, rows * top_k, dtype=torch.int32, device=device)
+        # The kernel waits for each word to change, and sets all its bits again. Choices are read in
+        # twos.
+        unwritten = partial(torch.full, fill_value=-1, dtype=torch.int32, device=device)
         scratch = {
-            "logits": torch.empty(logits, dtype=torch.float32, device=device),
-            "chosen": torch.empty(rows, top_k, 2, dtype=torch.float32, device=device),
+            "logits": unwritten(logits).view(torch.float32),
+            "chosen": unwritten((rows * top_k + 1, 2)).view(torch.float32),
             "counts": torch.empty(bands, experts, dtype=torch.int32, device=device),
-            "arrivals": torch.zeros(bands + 1, dtype=torch.int32, device=device),
         }
         return cls(
             pairs[0],
@@ -156,7 +159,7 @@ def route(
     operands.check_gpu(x.device)
     card = card_of(x.device)
     band = router_rows(n, experts=experts, hidden=hidden, card=card)
-    bands = ceil_div(n, band)
+    bands, choosing_rows = ceil_div(n, band), WARPS if n <= ROUTER_MAX_ROWS else band
     args = _Args(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
@@ -174,6 +177,7 @@ def route(
         experts=experts,
         top_k=routing.top_k,
         band_rows=band,
+        chooser_rows=choosing_rows,
         groups=routing.groups,
         top_groups=routing.top_groups,
         sigmoid=routing.scores == "sigmoid",
@@ -181,11 +185,12 @@ def route(
         scale=routing.scale,
     )
     macros = defines(x.dtype, experts)
-    # Pairs of rows, and of an expert a mask of rows and two counts; the rest is used in turns.
+    # CTAs that choose have pairs of rows, and of an expert a mask of rows and two counts.
     placing = min(n, ROUTER_MAX_ROWS) * routing.top_k * 8 + experts * (ROUTER_MAX_ROWS // 8 + 8)
     choosing = 4 * WARPS * experts if routing.groups > 1 else 0
-    ctas, threads = card.with_idle(bands * router_ctas(experts, hidden)), WARPS * WARP
-    shared_bytes = max(placing + max(SUMS_BYTES, choosing), card.ringless_bytes(n, ctas))
+    of_band = router_ctas(experts, hidden) + ceil_div(band, choosing_rows)
+    ctas, threads = card.with_idle(bands * of_band), WARPS * WARP
+    shared_bytes = max(SUMS_BYTES, placing + choosing, card.ringless_bytes(n, ctas))
     jit.kernel(SOURCE, "route", macros).launch(
         ctas, threads, args, shared_bytes=shared_bytes, pdl=pdl
     )
