@@ -51,6 +51,16 @@ __device__ __forceinline__ void split(float first, float second, uint32_t (&pair
   }
 }
 
+// A word of two elements of x as such pairs.
+__device__ __forceinline__ void split(uint32_t word, uint32_t (&pairs)[kXParts]) {
+#if BFLOAT16
+  pairs[0] = word;
+#else
+  const float2 both = unpacked(word);
+  split(both.x, both.y, pairs);
+#endif
+}
+
 // The lane's columns in chunk `chunk` of a CTA's: 8 from here.
 __device__ __forceinline__ int column(int part, int chunk) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -108,10 +118,9 @@ struct TileRows {
 #pragma unroll
     for (int i = 0; i < 2 * kChunks; i++) {
       const float4& chunk = chunks[i / 2];
-      const float2 a = unpacked(__float_as_uint(i % 2 ? chunk.z : chunk.x));
-      const float2 b = unpacked(__float_as_uint(i % 2 ? chunk.w : chunk.y));
       uint32_t low[kXParts], high[kXParts];
-      split(a.x, a.y, low), split(b.x, b.y, high);
+      split(__float_as_uint(i % 2 ? chunk.z : chunk.x), low);
+      split(__float_as_uint(i % 2 ? chunk.w : chunk.y), high);
 #pragma unroll
       for (int j = 0; j < kWeightParts * kXParts; j++) {
         float2(&sum)[2] = sums[j % kWeightParts];
@@ -144,7 +153,7 @@ __device__ __forceinline__ void multiply(const RouteArgs& args, const Weights& w
     __syncthreads();
     const int row = first + threadIdx.x / kTileExperts;
     const int number = threadIdx.x % kTileExperts, expert = first_expert + number;
-    if (threadIdx.x >= kTileExperts * kTileRows || row >= end || expert >= args.experts) continue;
+    if (threadIdx.x >= kTileExperts * kTileRows || row >= end) continue;
     float sum = 0.0f;
 #pragma unroll
     for (const auto& of_warp : sums[turn])

@@ -56,7 +56,9 @@ __device__ __forceinline__ uint32_t best_groups(const RouteArgs& args, const flo
 // The logits of the lane's experts, those of all parts: sums in order. Leaves them unwritten.
 __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float (&sums)[kPerLane]) {
   constexpr int kVectors = kPerLane / 4, kAtOnce = 4 / kVectors;  // registers for 16 logits
-  const int parts = part_count(args), own_first = threadIdx.x % 32 * kPerLane;
+  // Logits come in sixteens of experts, those that do not exist included.
+  const int written = ceil_div(args.experts, ROUTE_EXPERTS) * ROUTE_EXPERTS;
+  const int parts = kPerLane * (threadIdx.x % 32) < written ? part_count(args) : 0;
   const int64_t part_size = static_cast<int64_t>(args.n) * kVectors * 32;
   float4* from = reinterpret_cast<float4*>(args.logits) +
                  (static_cast<int64_t>(row) * 32 + threadIdx.x % 32) * kVectors;
@@ -66,22 +68,20 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
 #pragma unroll 1
   for (int part = 0; part < parts; part += kAtOnce) {
     float4 more[kAtOnce][kVectors];
-    for (bool waits = true; waits;) {
-      waits = false;
+    for (uint32_t most = kUnwritten; most == kUnwritten;) {
 #pragma unroll
       for (int i = 0; i < kAtOnce * kVectors; i++) {
         more[i / kVectors][i % kVectors] = ptx::load_from_l2_or_zero(
             from + i / kVectors * part_size + i % kVectors, part + i / kVectors < parts);
       }
+      most = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce * kVectors; i++) {
         const float4& logits = more[i / kVectors][i % kVectors];
-        const float of[4] = {logits.x, logits.y, logits.z, logits.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-          waits |= unwritten(of[j]) && own_first + i % kVectors * 4 + j < args.experts;
+        most = max(most, max(__float_as_uint(logits.x), __float_as_uint(logits.y)));
+        most = max(most, max(__float_as_uint(logits.z), __float_as_uint(logits.w)));
       }
-      if (waits) ptx::spin();
+      if (most == kUnwritten) ptx::spin();
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce * kVectors; i++) {
