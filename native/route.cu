@@ -163,7 +163,7 @@ __device__ __forceinline__ void multiply(const RouteArgs& args, const Weights& w
   }
 }
 
-// Choose the experts of `rows` rows from row `first` on, if any. The CTA of the last rows numbers the
+// Choose the experts of `rows` rows from row `first` on. The CTA of the last rows numbers the
 // pairs of up to kMaxRows.
 __device__ __forceinline__ void choose_rows(const RouteArgs& args, int first, int rows,
                                             uint8_t* smem) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void choose_rows(const RouteArgs& args, int first, in
     __syncthreads();
     order.store(first, rows);
     if (args.n > kMaxRows) return order.count(first / args.band_rows, rows);
-    if (rows <= 0 || first + rows < args.n) return;
+    if (first + rows < args.n) return;
     __syncthreads();
     order.load(0, args.n);
   }
@@ -194,14 +194,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) uint8_t smem[];
   ptx::launch_dependents();
   const int tiles = ceil_div(args.experts, kTileExperts), units = tiles * part_count(args);
-  const int ctas = units + ceil_div(args.band_rows, args.chooser_rows);
-  const int band = blockIdx.x / ctas, unit = blockIdx.x % ctas;
-  if (band >= band_count(args)) return fill_sm();
-  const int first = band * args.band_rows, end = min(first + args.band_rows, args.n);
-  if (unit >= units) {
-    const int from = first + (unit - units) * args.chooser_rows;
-    return choose_rows(args, from, min(args.chooser_rows, end - from), smem);
+  const int band = blockIdx.x / units, unit = blockIdx.x % units;
+  if (band >= band_count(args)) {
+    const int first = (blockIdx.x - band_count(args) * units) * args.chooser_rows;
+    if (first >= args.n) return fill_sm();
+    return choose_rows(args, first, min(args.chooser_rows, args.n - first), smem);
   }
+  const int first = band * args.band_rows, end = min(first + args.band_rows, args.n);
   const int first_expert = unit % tiles * kTileExperts, part = unit / tiles;
   Weights weights;
   weights.load(args, first_expert, part);

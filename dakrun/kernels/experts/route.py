@@ -188,8 +188,8 @@ def route(
     # CTAs that choose have pairs of rows, and of an expert a mask of rows and two counts.
     placing = min(n, ROUTER_MAX_ROWS) * routing.top_k * 8 + experts * (ROUTER_MAX_ROWS // 8 + 8)
     choosing = 4 * WARPS * experts if routing.groups > 1 else 0
-    of_band = router_ctas(experts, hidden) + ceil_div(band, choosing_rows)
-    ctas, threads = card.with_idle(bands * of_band), WARPS * WARP
+    ctas = card.with_idle(bands * router_ctas(experts, hidden) + ceil_div(n, choosing_rows))
+    threads = WARPS * WARP
     shared_bytes = max(SUMS_BYTES, placing + choosing, card.ringless_bytes(n, ctas))
     jit.kernel(SOURCE, "route", macros).launch(
         ctas, threads, args, shared_bytes=shared_bytes, pdl=pdl
