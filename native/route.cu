@@ -177,11 +177,11 @@ __device__ __forceinline__ void choose_rows(const RouteArgs& args, int first, in
   const int warp = threadIdx.x / 32, origin = args.n > kMaxRows ? first : 0;
   float* const by = reinterpret_cast<float*>(order.end()) + warp * args.experts;
   for (int row = warp; row < rows; row += kWarps)
-    choose(args, origin, first + row - origin, by, order.pairs + row * args.top_k);
+    choose(args, origin, first + row - origin, by, order, row * args.top_k);
   if (rows < args.n) {
     __syncthreads();
     order.store(first, rows);
-    if (args.n > kMaxRows) return order.count(first / args.band_rows, rows);
+    if (args.n > kMaxRows) return order.count(first / args.band_rows);
     if (first + rows < args.n) return;
     __syncthreads();
     order.load(0, args.n);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cta_reduce.cuh"
-#include "route.cuh"
+#include "route_pairs.cuh"
 
 // Larger floats have larger keys; NaN is the largest, and both zeros are equal. 0 is below all of
 // them.
@@ -95,10 +95,10 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
   }
 }
 
-// Choose the experts of row `first` + `number`: [top_k] by ascending number. `by`, [experts], is the
-// warp's memory.
+// Choose the experts of row `first` + `number`: [top_k] by ascending number, from pair `pair` on. `by`,
+// [experts], is the warp's memory.
 __device__ __forceinline__ void choose(const RouteArgs& args, int first, int number, float* by,
-                                       Choice* to) {
+                                       const PairOrder& order, int pair) {
   const int lane = threadIdx.x % 32, experts = args.experts, own_first = kPerLane * lane;
   const int row = first + number;
   const auto exists = [=](int i) { return own_first + i < experts; };
@@ -186,15 +186,15 @@ __device__ __forceinline__ void choose(const RouteArgs& args, int first, int num
   }
   float scale = args.scale;
   if (args.renormalized) scale /= total(of_picked) + (args.sigmoid ? 1e-20f : 0.0f);
-  int rank = 0;  // chosen experts before the lane's
+  // Behind those of chosen experts before the lane's.
 #pragma unroll
   for (int i = 0; i < kPerLane; i++)
-    rank += __popc(__ballot_sync(0xffffffff, picked >> i & 1) & before);
+    pair += __popc(__ballot_sync(0xffffffff, picked >> i & 1) & before);
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
     if (picked >> i & 1) {
       const int index = idle ? -1 : indices[i];
-      to[rank++] = {static_cast<short>(index), static_cast<short>(number), scores[i] * scale};
+      order.set(pair++, {static_cast<short>(index), static_cast<short>(number), scores[i] * scale});
     }
   }
 }

@@ -24,10 +24,17 @@ struct PairOrder {
 
   __device__ __forceinline__ void* end() const { return firsts + args.experts; }
 
-  // Before the first barrier.
+  // Comes first.
   __device__ __forceinline__ void clear() const {
     for (int i = threadIdx.x; i < kWords * args.experts; i += kThreads)
       masks[i] = 0;
+    __syncthreads();
+  }
+  // Sets pair `i` of this CTA, and its row in the mask, which may have it already.
+  __device__ __forceinline__ void set(int i, const Choice& choice) const {
+    pairs[i] = choice;
+    if (choice.index < 0) return;
+    atomicOr(masks + kWords * choice.index + choice.row / 32, 1u << choice.row % 32);
   }
   // Pairs to and from global memory; two at a time are waited for.
   __device__ __forceinline__ void store(int first, int rows) const {
@@ -35,7 +42,6 @@ struct PairOrder {
       ptx::store_to_l2(of_row(first) + i, *reinterpret_cast<const float2*>(pairs + i));
   }
   __device__ __forceinline__ void load(int first, int rows) const {
-    float2* const to = reinterpret_cast<float2*>(pairs);
     const int count = rows * args.top_k;
     for (int i = 2 * threadIdx.x; i < count; i += 2 * kThreads) {
       float4* const from = reinterpret_cast<float4*>(of_row(first) + i);
@@ -44,21 +50,21 @@ struct PairOrder {
       for (; unwritten(both.y) || second && unwritten(both.w); both = ptx::load_from_l2(from))
         ptx::spin();
       set_unwritten(from);
-      to[i] = {both.x, both.y};
-      if (second) to[i + 1] = {both.z, both.w};
+      const Choice* const choices = reinterpret_cast<const Choice*>(&both);
+      set(i, choices[0]);
+      if (second) set(i + 1, choices[1]);
     }
   }
 
-  // Counts the rows of a band that chose each expert.
-  __device__ __forceinline__ void count(int band, int rows) const {
-    mark(rows);
+  // Counts the rows of a band that chose each expert, behind a barrier.
+  __device__ __forceinline__ void count(int band) const {
     for (int expert = threadIdx.x; expert < args.experts; expert += kThreads)
       args.counts[static_cast<int64_t>(band) * args.experts + expert] = before(expert, kMaxRows);
   }
 
   // Writes the pairs of `rows` rows from row `first` on.
   __device__ __forceinline__ void write(int first, int rows) const {
-    mark(rows);
+    __syncthreads();
     if (rows < args.n) {
       for (int expert = threadIdx.x; expert < args.experts; expert += kThreads) {
         int total = 0, earlier = 0;
@@ -93,15 +99,6 @@ struct PairOrder {
  private:
   __device__ __forceinline__ float2* of_row(int row) const {
     return args.chosen + static_cast<int64_t>(row) * args.top_k;
-  }
-  // Writes `masks`, which are clear: which rows chose which experts.
-  __device__ __forceinline__ void mark(int rows) const {
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * args.top_k; i += kThreads) {
-      const int index = pairs[i].index, row = pairs[i].row;
-      if (index >= 0) atomicOr(masks + kWords * index + row / 32, 1u << row % 32);
-    }
-    __syncthreads();
   }
   // The number of rows before `row` that chose an expert.
   __device__ __forceinline__ int before(int expert, int row) const {
