@@ -16,7 +16,7 @@
 // number_pairs: a CTA per band numbers its pairs, behind those of earlier bands
 //
 // Logits and choices are waited for word by word: who reads one leaves a NaN in its place that no
-// arithmetic makes (unwritten()). A counter would take a fence, an atomic and another load. CTAs
+// arithmetic makes (kUnwritten). A counter would take a fence, an atomic and another load. CTAs
 // wait for earlier ones alone, so that all of them can run.
 //
 // A product of bfloat16 numbers is exact in float32. A weight is the sum of three of them, a
@@ -138,8 +138,8 @@ struct TileRows {
   }
 };
 
-// Logits of a CTA's experts for rows `first` to `end` - 1, from its columns. Two tiles are loaded at
-// a time, as ptxas lets the next load of a loop wait for the last one.
+// Logits of a CTA's experts for rows `first` to `end` - 1, from its columns. Two tiles are loaded
+// ahead: ptxas lets a loop's load of the next one wait for the last.
 __device__ __forceinline__ void multiply(const RouteArgs& args, const Weights& weights,
                                          int first_expert, int part, int first, int end,
                                          Sums (&sums)[2]) {

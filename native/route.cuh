@@ -34,10 +34,12 @@ struct RouteArgs {
   float scale;
 };
 
-// Whether `word` is what scratch has where nothing has been written: all bits set.
+// All bits are set in a word of logits or of a choice that has not been written. No NaN that
+// arithmetic makes is such a word.
 constexpr uint32_t kUnwritten = 0xffffffff;
-__device__ __forceinline__ bool unwritten(float word) {
-  return __float_as_uint(word) == kUnwritten;
+__device__ __forceinline__ uint32_t largest_word(const float4& of) {
+  return max(max(__float_as_uint(of.x), __float_as_uint(of.y)),
+             max(__float_as_uint(of.z), __float_as_uint(of.w)));
 }
 __device__ __forceinline__ void set_unwritten(float4* to) {
   *reinterpret_cast<uint4*>(to) = {kUnwritten, kUnwritten, kUnwritten, kUnwritten};

@@ -76,11 +76,8 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
       }
       most = 0;
 #pragma unroll
-      for (int i = 0; i < kAtOnce * kVectors; i++) {
-        const float4& logits = more[i / kVectors][i % kVectors];
-        most = max(most, max(__float_as_uint(logits.x), __float_as_uint(logits.y)));
-        most = max(most, max(__float_as_uint(logits.z), __float_as_uint(logits.w)));
-      }
+      for (int i = 0; i < kAtOnce * kVectors; i++)
+        most = max(most, largest_word(more[i / kVectors][i % kVectors]));
       if (most == kUnwritten) ptx::spin();
     }
 #pragma unroll
@@ -95,8 +92,8 @@ __device__ __forceinline__ void sum_parts(const RouteArgs& args, int row, float 
   }
 }
 
-// Choose the experts of row `first` + `number`: [top_k] by ascending number, from pair `pair` on. `by`,
-// [experts], is the warp's memory.
+// Choose the experts of row `first` + `number`: [top_k] by ascending number, from pair `pair` on.
+// `by`, [experts], is the warp's memory.
 __device__ __forceinline__ void choose(const RouteArgs& args, int first, int number, float* by,
                                        const PairOrder& order, int pair) {
   const int lane = threadIdx.x % 32, experts = args.experts, own_first = kPerLane * lane;

@@ -33,8 +33,8 @@ struct PairOrder {
   // Sets pair `i` of this CTA, and its row in the mask, which may have it already.
   __device__ __forceinline__ void set(int i, const Choice& choice) const {
     pairs[i] = choice;
-    if (choice.index < 0) return;
-    atomicOr(masks + kWords * choice.index + choice.row / 32, 1u << choice.row % 32);
+    const uint32_t row = choice.row;
+    if (choice.index >= 0) atomicOr(masks + kWords * choice.index + row / 32, 1u << row % 32);
   }
   // Pairs to and from global memory; two at a time are waited for.
   __device__ __forceinline__ void store(int first, int rows) const {
@@ -46,9 +46,13 @@ struct PairOrder {
     for (int i = 2 * threadIdx.x; i < count; i += 2 * kThreads) {
       float4* const from = reinterpret_cast<float4*>(of_row(first) + i);
       const bool second = i + 1 < count;
-      float4 both = ptx::load_from_l2(from);
-      for (; unwritten(both.y) || second && unwritten(both.w); both = ptx::load_from_l2(from))
+      float4 both;
+      for (;;) {
+        both = ptx::load_from_l2(from);
+        if (!second) both.z = both.w = 0.0f;
+        if (largest_word(both) != kUnwritten) break;
         ptx::spin();
+      }
       set_unwritten(from);
       const Choice* const choices = reinterpret_cast<const Choice*>(&both);
       set(i, choices[0]);
