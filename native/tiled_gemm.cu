@@ -31,6 +31,7 @@
 #include "tiled_stream_k.cuh"
 #include "tiled_units.cuh"
 #if TALL
+#include "grouped_tiled_epilogue.cuh"
 #include "grouped_tiled_multiply.cuh"
 #endif
 
@@ -68,7 +69,9 @@ __device__ __forceinline__ void store_outputs(const TiledGemmArgs& args, From& f
 __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& ring,
                                         const CtaCoord& cta, const SegmentBarriers& barriers,
                                         UnitReader units, int warpgroup) {
+#if !TALL
   OutputBlocks blocks(args);
+#endif
   RingPosition stage;
   SegmentParities parities;
   // Wait until the other CTAs that split K have initialised their barriers.
@@ -87,7 +90,11 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     }
     [[maybe_unused]] const uint32_t w_offset = (part.row_block - tile.row_block) * kAtomBytes,
                    x_offset = (part.n - tile.n) * kAtomK * 2;
+#if TALL
+    const TallEpilogue epilogue{args, part, warpgroup};
+#else
     const TileEpilogue epilogue(args, part, blocks, tile.stores_partial, first_pass(args, cta));
+#endif
     Accumulators acc;
     if (!kGrouped) load_partial(args, cta.sharers, tile.loads_partial, acc);
 
@@ -167,6 +174,9 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     if (!tile.stores_partial) multiply_rows(warp_units.scales, acc);
 #endif
 
+#if TALL
+    epilogue.store(acc);
+#else
     if (tile.stores_partial) {
       store_partial(args, acc);
     } else if (!kClusters || args.k_ctas == 1) {
@@ -178,6 +188,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
       store_outputs(args, reduction, epilogue);
       reduction.release_stages(tile.last());
     }
+#endif
   }
   ptx::wait_for_stores();
 }

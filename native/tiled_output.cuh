@@ -7,13 +7,6 @@
 #include "tiled_epilogue.cuh"
 #endif
 
-#if TALL
-// Passes of a tall tile whose blocks are filled before the first of them is stored, by warps that
-// have enough blocks: filling one takes long, but little of it is work, and a fence serves them all.
-constexpr int kBatch = 3;
-constexpr int kMinBatchBlocks = kBatch + kMinOutputBlocks - 1;
-#endif
-
 // The passes of a warp over a tile: each takes an output block, which TMA or the lanes store to Y.
 template <EpilogueKind kind>
 struct Passes {
@@ -86,19 +79,6 @@ struct Passes {
     previous[0] = previous[1], previous[1] = block;
   }
 
-  // By TMA, without residuals: stores the blocks of `passes` passes, the first of them `block` of
-  // pass `pass`, into which all lanes have written their outputs.
-  __device__ __forceinline__ void store_boxes(uint32_t block, int pass, int passes) const {
-    ptx::fence_proxy_async();
-    sync_warp();
-    if (!ptx::elect_one()) return;
-#pragma unroll 1
-    for (int end = pass + passes; pass < end; pass++, block = blocks.after(block)) {
-      outputs.store_box(block, pass);
-      ptx::commit_stores();
-    }
-  }
-
  private:
   // Waits until TMA has read all blocks but those of the last `groups` passes.
   template <int groups>
@@ -144,21 +124,6 @@ struct TileEpilogue {
     int first = 0;
     // Behind an expert's rows are those of the next: a last pass that is not whole is stored below.
     const int whole = kGrouped ? min(all.count, all.outputs.whole_passes()) : all.count;
-#if TALL
-    if (kind == kGated && blocks.count >= kMinBatchBlocks) return store_batches(all, stage);
-    if (kind == kPlain && blocks.count >= kMinBatchBlocks && all.outputs.fit_boxes(whole)) {
-#pragma unroll
-      for (int from = 0; from < kPasses; from += kBatch) {
-        if (from >= whole) continue;
-        const uint32_t filled = blocks.next;
-#pragma unroll
-        for (int pass = from; pass < min(from + kBatch, kPasses); pass++)
-          if (pass < whole) stage(pass, all.take(pass));
-        all.store_boxes(filled, from, min(kBatch, whole - from));
-      }
-      first = whole;
-    } else
-#endif
     if (kind != kGated && all.outputs.fit_boxes(whole)) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; pass++) {
@@ -179,29 +144,4 @@ struct TileEpilogue {
       all.store(block, pass, all.outputs.fit_boxes(pass + 1));
     }
   }
-
-#if TALL
- private:
-  // Stores the outputs of all passes, a batch of them at a time, by the lanes. Blocks are filled for
-  // whole batches.
-  template <EpilogueKind kind, class Stage>
-  __device__ __forceinline__ void store_batches(Passes<kind>& all, const Stage& stage) const {
-#pragma unroll 1
-    for (int from = 0; from < all.count; from += kBatch) {
-      uint32_t block = blocks.next;
-#pragma unroll
-      for (int begin = 0; begin < kPasses; begin += kBatch) {
-        if (begin != from) continue;
-#pragma unroll
-        for (int pass = begin; pass < min(begin + kBatch, kPasses); pass++)
-          stage(pass, all.take(pass));
-      }
-#pragma unroll 1
-      for (int pass = from; pass < min(from + kBatch, all.count); pass++) {
-        all.store(block, pass, false);
-        block = blocks.after(block);
-      }
-    }
-  }
-#endif
 };
