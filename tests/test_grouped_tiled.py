@@ -148,6 +148,16 @@ def test_a_tall_tile_multiplies_as_many_rows_as_it_has(
     assert error(found, exact(counts, weight, kernel_device)) < limit
 
 
+def test_gated_outputs_of_a_tall_tile_that_begins_with_an_odd_row_block(kernel_device: str) -> None:
+    """They begin at a multiple of 8 bytes, and end within a chunk."""
+    needs_wgmma(TALL, kernel_device)
+    counts = (33, 0, 70)
+    weight = weight_of(len(counts), 8 * 27, 72, kernel_device)
+    launch = launch_of(TALL, TierTiles(2, 9))
+    found = run(counts, weight, launch, kernel_device, activation="silu_mul")
+    assert error(found, exact(counts, weight, kernel_device, "silu_mul")) < 5e-4
+
+
 @pytest.mark.parametrize("activation", ["none", "silu_mul"])
 def test_no_bit_depends_on_the_blocks_of_outputs(
     activation: Activation, kernel_device: str
