@@ -32,6 +32,8 @@
 #include "grouped_splitk_producer.cuh"
 #if CODE
 constexpr bool kFewRegisters = true;  // items of a list take some
+constexpr int kAtOnce = TILES == 1 ? 4 : 2;
+constexpr int kUnrolledAtoms = ZEROS && GROUP < kAtomK ? 1 : kUnitAtoms;
 #include "units_multiply.cuh"
 #else
 #include "gemm_multiply.cuh"

@@ -13,7 +13,13 @@
 #include "splitk_ring.cuh"
 #include "splitk_scheduler.cuh"
 
-constexpr bool kFewRegisters = kMixes && TILES > 1;  // the scheduler of mixed tiers takes some
+// The scheduler of mixed tiers takes registers. So do codes of 8 bits with zeros or several scales a
+// unit, with more rows of X also those with one.
+constexpr bool kFewRegisters =
+    kMixes || kCodeBits == 8 && (TILES == 1 ? ZEROS || GROUP < kUnitCols : GROUP <= kUnitCols);
+constexpr int kAtOnce = kFewRegisters ? 2 : 4;
+constexpr bool kRolled = TILES > 1 ? ZEROS : kCodeBits == 4 && SCALE_BYTES * kAtomK / GROUP > 2;
+constexpr int kUnrolledAtoms = kRolled ? 1 : kUnitAtoms;
 #include "units_multiply.cuh"
 
 constexpr int kNormBarrier = 3;  // after units_multiply.cuh's: all factors are in shared memory

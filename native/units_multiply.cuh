@@ -5,8 +5,10 @@
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
-// exactly, and scales are applied to the sums in float32. Who includes this file says whether
-// registers are few (kFewRegisters).
+// exactly, and scales are applied to the sums in float32. Who includes this file knows how many
+// registers there are, and so says: whether they are few (kFewRegisters), the row blocks multiplied
+// at once (kAtOnce), and the atoms of a unit whose loop is unrolled (kUnrolledAtoms: the loads of the
+// second go beside the products of the first).
 #pragma once
 
 #include "units.cuh"
@@ -20,13 +22,10 @@ constexpr int kSets = TILES == 1 && GROUP >= 64 ? 2 : 1;
 // and no registers. Factors of scales are applied with a warp's last unit. e2m1 times e4m3 is exact
 // in 16 bits.
 constexpr bool kScalesWeights = SCALE_BYTES == 1 || (TILES > 1 && SCALE_BYTES < 4);
-constexpr int kAtOnce = TILES == 1 || !kFewRegisters ? 4 : 2;  // row blocks
 // Of codes, at once; fewer take fewer registers, but shared memory serves them in more parts.
 constexpr int kLoadedSteps = kFewRegisters && kCodeBits == 8 ? 2 / TILES
                              : kFewRegisters || TILES == 1 ? 4
                                                            : kWordSteps;
-// Of a unit's atoms: the loads of the second go beside the products of the first.
-constexpr int kUnrolledAtoms = ZEROS && GROUP < kAtomK ? 1 : kUnitAtoms;
 constexpr int kExchangeBarrier = 1;  // and 2: where a warpgroup exchanges sums
 
 using Sums = float2[2 * TILES];  // of a pair of row blocks, as in Accumulators

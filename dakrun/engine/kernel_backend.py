@@ -191,16 +191,11 @@ class KernelBackend:
 
         The result overwrites `residual`. The launch may start while the kernel before it ends
         (PDL), but not behind a small kernel that leaves SMs empty: the GPU would put two CTAs of
-        this launch on one SM, and the CTAs of later launches unevenly on the others. Nor may it
-        if the product ahead does a part of the norm and SMs take longer to expand W than HBM to
-        deliver it: an SM with two CTAs then takes twice as long, and the launch with it
-        (llama-3-70b in AWQ, 8 rows, H100: a step takes 21.7 ms, 15.3 with a late start, and 21.3 if
-        these products let their successors start behind their own wait).
+        this launch on one SM, and the CTAs of later launches unevenly on the others.
         """
         name, staging = linear.name, self.staging
         if (scaled := self._norms.read(linear, x)) is not None:
             x = scaled.rows
-            self._pdl = self._pdl and linear.format.waits_for_memory
         elif linear.norm and not linear.folded:
             x = self._normalize(linear.norm, x, torch.empty_like(x))
             self._pdl = False

@@ -31,11 +31,6 @@ class QuantisedRows(WeightFormat):
         return self.layout.name
 
     @property
-    def waits_for_memory(self) -> bool:  # type: ignore[override]
-        """True for 8 bits. An H100 expands 4 bits about as fast as it reads them."""
-        return self.layout.bits == 8
-
-    @property
     def packed(self) -> WeightFormat:
         """The layout."""
         return self.layout

@@ -44,8 +44,6 @@ class WeightFormat(ABC):
     name: str
     for_kernels: ClassVar[bool]
     is_view: ClassVar[bool] = False  # whether `read` gives a view of the arrays
-    # Whether HBM takes longer to deliver elements than SMs to expand them.
-    waits_for_memory: bool = True
     # Macros that select the code in native/ that turns stored bytes into operands.
     macros: ClassVar[Mapping[str, int]] = {}
 

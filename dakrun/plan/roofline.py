@@ -228,22 +228,17 @@ def norm_time(op: Op, profile: HardwareProfile) -> float:
     """Seconds of the norm ahead of `op`, and of a router; 0 if there is none or costs are unknown.
 
     Of few rows, a norm between two quantized weights (Op.norm_between) is a part of both products,
-    and costs as much as a norm folded into a weight of 16 bits. The second product starts late
-    unless its format waits for memory. Any other norm ahead of a quantized weight is a launch of
-    its own, behind which the product starts late. Each CTA normalizes one row, so few rows take as
-    long as 2 * FEW_ROWS, which are measured as such a launch.
+    and costs as much as a norm folded into a weight of 16 bits. Any other norm ahead of a quantized
+    weight is a launch of its own, behind which the product starts late. Each CTA normalizes one
+    row, so few rows take as long as 2 * FEW_ROWS, which are measured as such a launch.
     """
     costs = profile.router_or_estimate if op.category == "experts" else profile.norm
     if not op.normed or costs is None:
         return 0.0
     rows, late = op.batch_size, 0.0
     in_products = op.norm_between and rows <= SPLITK_UNITS_MAX_ROWS
-    if op.quantized and op.category == "linear":
-        assert op.format is not None
-        if not in_products:
-            rows = max(rows, 2 * FEW_ROWS)
-        if not (in_products and op.format.waits_for_memory):
-            late = profile.kernel_model.late_start_seconds
+    if op.quantized and op.category == "linear" and not in_products:
+        rows, late = max(rows, 2 * FEW_ROWS), profile.kernel_model.late_start_seconds
     seconds, efficiency = costs.at(rows)
     nbytes = 2 * rows * op.shape[1] * op.element_bytes  # read and written
     return nbytes / (profile.hbm_bytes_per_s * efficiency) + seconds + late
