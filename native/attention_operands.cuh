@@ -11,28 +11,19 @@ __device__ __forceinline__ const float2* rotations_of(const SplitKFlashAttnArgs&
   return args.rotations + static_cast<int64_t>(position) * (HEAD_DIM / 2);
 }
 
-// Where queries, keys and values are read from that predecessor kernels write; if it `rehearses`,
-// before they have ended, others: a few KiB of what no kernel writes.
-__device__ __forceinline__ const Element* source(const SplitKFlashAttnArgs& args,
-                                                 const Element* real, int64_t at, bool rehearses) {
-  return rehearses ? reinterpret_cast<const Element*>(args.rotations) : real + at;
-}
-
 // Queries of a group as B operand: of query head g of each tile of 8 heads, lane 4g + t has the
 // dimensions 16 s + 2t, + 1, + 8 and + 9 of every step s.
 struct Queries {
   uint32_t step[GROUP_TILES][kSteps][2];
 
-  __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task,
-                                       bool rehearses) {
+  __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, int slot, int head) {
     const int lane = opaque_lane(), t = lane % 4;
-    const Element* const group = source(
-        args, args.q, task.slot * args.stride + task.head * args.group * HEAD_DIM, rehearses);
 #pragma unroll
     for (int tile = 0; tile < GROUP_TILES; tile++) {
       const int of = min(8 * tile + lane / 4,
                          args.group - 1);  // heads past the last are computed, never stored
-      const Element* const q = group + of * HEAD_DIM;
+      const Element* const q =
+          args.q + slot * args.stride + (static_cast<int64_t>(head) * args.group + of) * HEAD_DIM;
 #pragma unroll
       for (int vector = 0; vector < kVectors; vector++)
         step[tile][vector / 2][vector % 2] =
@@ -96,22 +87,20 @@ struct NewToken {
   Element values[kValues];
 
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task,
-                                       int position, bool rehearses) {
+                                       int position) {
     row = position % kBlock;
     cached = reinterpret_cast<uint8_t*>(table_of(args, task.slot)[position / kBlock] +
                                         head_offset(args, task.head)) +
              row * kRowBytes;
-    const int64_t at = task.slot * args.stride + task.head * HEAD_DIM;
-    const Element *const key = source(args, args.k, at, rehearses),
-                  *const value = source(args, args.v, at, rehearses);
+    const int64_t at = task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
       const int dim = min(dimension(i), HEAD_DIM / 2 - 1);
-      keys[i].first = key[dim], keys[i].second = key[dim + HEAD_DIM / 2];
+      keys[i].first = args.k[at + dim], keys[i].second = args.k[at + dim + HEAD_DIM / 2];
     }
 #pragma unroll
     for (int i = 0; i < kValues; i++)
-      values[i] = value[min(dimension(i), HEAD_DIM - 1)];
+      values[i] = args.v[at + min(dimension(i), HEAD_DIM - 1)];
   }
 
   // RMSNorm of the key with `weight`, [HEAD_DIM]: rounded before it is multiplied.

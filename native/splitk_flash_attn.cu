@@ -57,39 +57,29 @@ struct WarpAttention {
 
   __device__ __forceinline__ void reset() { acc.reset(), queries = {}, length = 0; }
 
-  // Attend to one KV block, whose task has the barriers `number` of the ring in phase `parity`. The
-  // `first` one of a warp waits for the predecessor kernels, which write queries, keys and values.
-  // Until then it rehearses what comes next with other numbers: the SM fetches the instructions.
+  // Attend to one KV block, whose task has the barriers `number` of the ring in phase `parity`.
   __device__ __forceinline__ void attend_block(const SplitKFlashAttnArgs& args, const Ring& ring,
-                                               const Task& task, int number, uint32_t parity,
-                                               bool first) {
+                                               const Task& task, int number, uint32_t parity) {
     const bool begins = task.number == 0, arrives = arrives_for_warp();
     if (begins) length = args.lengths[task.slot] + 1;
     const int valid = length - (task.first + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
     NewToken token;
-    // 1. Queries and the new token: issue all loads before the first use. The task is still posted.
-    const Task& posted = ring.shared.tasks[number];
-    bool rehearses = first && args.rotations;
-#pragma unroll 1
-    for (;; rehearses = false) {
-      if (first && !rehearses) ptx::wait_for_dependencies();
-      if (begins) queries.load(args, posted, rehearses);
-      if (has_new) token.load(args, posted, length - 1, rehearses);
-      if (kHeadNorms) {
-        if (begins) queries.normalize(args.q_norm, args.norm_eps);
-        if (has_new) token.normalize_key(args.k_norm, args.norm_eps);
-      }
-      if (args.rotations) {
-        const float2* const rotations = rotations_of(args, length - 1);
-        if (begins) queries.apply_rope(rotations);
-        if (has_new) token.apply_rope(rotations);
-      }
-      if (!rehearses) break;
-    }
-    if (kPrefixes && begins && posted.first > 0 && posted.first == args.prefix_blocks[posted.slot]) {
-      const int64_t head = static_cast<int64_t>(posted.slot) * args.kv_heads + posted.head;
+    // 1. Queries and the new token: issue all loads before the first use.
+    if (begins) queries.load(args, task.slot, task.head);
+    if (kPrefixes && begins && task.first > 0 && task.first == args.prefix_blocks[task.slot]) {
+      const int64_t head = static_cast<int64_t>(task.slot) * args.kv_heads + task.head;
       acc.load(args.prefixes + head * args.group * kPartial, args.group);
+    }
+    if (has_new) token.load(args, task, length - 1);
+    if (kHeadNorms) {
+      if (begins) queries.normalize(args.q_norm, args.norm_eps);
+      if (has_new) token.normalize_key(args.k_norm, args.norm_eps);
+    }
+    if (args.rotations) {
+      const float2* const rotations = rotations_of(args, length - 1);
+      if (begins) queries.apply_rope(rotations);
+      if (has_new) token.apply_rope(rotations);
     }
     // 2. Scores: S = K Q^T, then release the stage of the keys.
     wait_barrier(ring.k_barrier[number], parity);
@@ -121,14 +111,11 @@ __device__ __forceinline__ bool next_task(const Ring& ring, int tasks_taken) {
 }
 
 // Attention loop of all warps. The producer warp enters it after its last copy, to help combining.
-// Every thread waits for predecessors, also those that read nothing: completion of this kernel then
-// implies completion of all its predecessors.
 __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const Ring& ring) {
   const Combiner combiner{args, ring.shared};
   WarpAttention item;
   item.reset();
   bool more = next_task(ring, 0);
-  if (!more) ptx::wait_for_dependencies();
 #pragma unroll 1
   for (int tasks_taken = 0;;) {
     // `partial`: the item is complete, but does not cover its KV head. `combine_now`: it covers
@@ -140,7 +127,7 @@ __device__ __forceinline__ void consume(const SplitKFlashAttnArgs& args, const R
       const Task task = ring.shared.tasks[number];
       if (task.number == 0) combiner.begin(task);
       const bool last = task.number + 1 == task.count;
-      item.attend_block(args, ring, task, number, tasks_taken / kTaskDepth % 2, tasks_taken == 0);
+      item.attend_block(args, ring, task, number, tasks_taken / kTaskDepth % 2);
       if (last) {
         const ItemRecord record = combiner.current();
         partial = !record.whole();
@@ -188,6 +175,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfSm)
   } else {
     prefetch_first_item(args, ring);
   }
+
+  // Every thread waits, also those that read nothing: completion of this kernel then implies
+  // completion of all its predecessors.
+  ptx::wait_for_dependencies();
 
   // All warps: attend and combine.
   consume(args, ring);

@@ -7,12 +7,12 @@ products (norms_between.py). All other norms ahead of quantised matrices are lau
 """
 
 import copy
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from dakrun.engine.ahead import matrices_ahead
 from dakrun.engine.expert_copies import ExpertTables
 from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse
 from dakrun.engine.norms_between import NormsBetween
@@ -58,7 +58,9 @@ class KernelBackend:
             for module in model.modules()
             if isinstance(module, Linear | Experts) and module is not model.embedding.project
         ]
-        self._ahead_of = matrices_ahead(self.order)
+        self._following = {
+            a.name: b.name for a, b in itertools.pairwise(self.order) if isinstance(b, Linear)
+        }
         self._products = Products(self.like.device, card_of(self.like.device))
         self._products.reserve()
         self._norms = NormsBetween(
@@ -337,10 +339,9 @@ class KernelBackend:
         return found
 
     def _ahead(self, name: str, n: int) -> torch.Tensor | None:
-        """The bytes that the product with `name` prefetches into L2, of a part in HBM."""
-        if (ahead := self._ahead_of.get(name)) is None:
-            return None
-        return self._products.ahead(n, *self._operands[ahead.name], idle=ahead.idle)
+        """The bytes to prefetch into L2: of the part in HBM of the matrix used after `name`."""
+        following = self._following.get(name)
+        return None if following is None else self._products.ahead(n, *self._operands[following])
 
     def _normalize(
         self, norm: Norm, x: torch.Tensor, out: torch.Tensor, *, pad_grid: bool = False

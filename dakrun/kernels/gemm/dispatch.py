@@ -148,16 +148,15 @@ class Products:
         return bool(weight.format.macros) and self.kernel_for(n, weight) == "splitk"
 
     def ahead(
-        self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess], *, idle: bool = False
+        self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
     ) -> torch.Tensor | None:
-        """Bytes of `weight` to prefetch into L2 as an earlier product ends; X has `n` rows.
+        """Bytes of `weight` to prefetch into L2 as the preceding product ends; X has `n` rows.
 
-        That is the preceding product, or one behind which HBM is `idle`, until a router has chosen.
         None for many rows, or if the weight's first part is not in the GPU's own memory.
         """
         if n > FEW_ROWS or self.kernel_for(n, weight) != "splitk":
             return None
-        return gemm.look_ahead(weight, self._splitk_config(n, weight, accesses, 0), idle=idle)
+        return gemm.look_ahead(weight, self._splitk_config(n, weight, accesses, 0))
 
     def _splitk_config(
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess], cols: int

@@ -41,8 +41,6 @@ SOURCE = "splitk_gemm.cu"
 # Bytes that each CTA prefetches for a later launch. All CTAs together prefetch about as much as HBM
 # delivers in the gap between two launches.
 AHEAD_BYTES = 32 * 1024
-# The same while a router chooses, for some 7 us: L2 keeps them, since experts are read evict-first.
-IDLE_AHEAD_BYTES = 160 * 1024
 AHEAD_ALIGN = 128  # bytes: L2's lines
 
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu_mul")
@@ -231,13 +229,9 @@ def _set_tiers(args: _Args, weight: TieredMatrix, config: GemmConfig, atoms: int
     args.tiers[len(weight.parts)] = _Tier(first_row_block=row_block, first_cta=cta)
 
 
-def look_ahead(
-    weight: TieredMatrix, config: GemmConfig, *, idle: bool = False
-) -> torch.Tensor | None:
+def look_ahead(weight: TieredMatrix, config: GemmConfig) -> torch.Tensor | None:
     """The bytes that a launch reads from HBM after its first copies: `ahead` of another launch.
 
-    With `idle` the other launch is not the one before, and HBM has nothing to do behind it: these
-    are more, and begin with the first copies.
     None if there are none: the first tier is not the GPU's own memory, or the first copies read
     all of it. Also None for stages of two groups and for halves of K, whose order is another.
     """
@@ -245,9 +239,8 @@ def look_ahead(
     if part.tier != LOCAL or ring.groups > 1 or config.half_cols:
         return None
     elements = part.format.arrays(UNIT_COLS)[0].row_block_bytes // UNIT_ATOMS  # of an atom
-    first = 0 if idle else part.split.wave * ring.atoms * ring.stages * elements
-    each = IDLE_AHEAD_BYTES if idle else AHEAD_BYTES
-    found = part.arrays[0][first : first + part.split.ctas * each]
+    first = part.split.wave * ring.atoms * ring.stages * elements
+    found = part.arrays[0][first : first + part.split.ctas * AHEAD_BYTES]
     return found if found.numel() else None
 
 
