@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dakrun.config import Activation, Routing
 from dakrun.formats import PACKED16
+from dakrun.formats import KERNEL_FORMATS
 from dakrun.formats.device_layout import Quantised
 from dakrun.hardware import Card
 from dakrun.kernels.experts import grouped_tiled, reference
@@ -421,6 +422,20 @@ def test_launches(card: Card) -> None:
             tier = launch.tiers[1]
             size = 1024 * tier.tile_row_blocks
             assert tier.clusters <= 6 and tier.clusters * tier.window * size <= 200 * 1024
+
+
+@pytest.mark.parametrize(
+    "layout", [None, *KERNEL_FORMATS[1:], Quantised("int4", 128, 2, True)], ids=str
+)
+def test_whole_stages_fill_the_window_of_a_remote_tier(layout: Quantised | None) -> None:
+    """With a stage for each of 8 SMs, FP8 had half of its window in flight."""
+    window, atom = 256 * 1024, layout.atom_bytes if layout else 1024
+    tiers = [TierAccess(124), TierAccess(8, window)]
+    launch = grouped_launch(2048, 128, (20000, 4576), tiers, card=H200, atom_bytes=atom)
+    tier, copies = launch.tiers[1], launch.shape.copies(launch.stages)
+    stage = launch.shape.copy_bytes * tier.tile_row_blocks
+    in_flight = tier.clusters * tier.window
+    assert in_flight == min(8 * copies, window // stage) or in_flight * stage > 0.8 * window
 
 
 def test_a_tile_holds_the_rows_of_nearly_all_experts() -> None:

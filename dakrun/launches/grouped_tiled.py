@@ -43,7 +43,7 @@ def grouped_launch(
 
     The local tier comes first. A narrow tile is chosen if it holds all rows of nearly all experts,
     where rows choose experts at random: then W is read once. A remote tier has the SMs of its
-    `tiers`, or SMs by its row blocks; fewer if its window has no room for a stage of each.
+    `tiers`, or SMs by its row blocks; fewer if whole stages then fill more of its window.
     Raises ValueError if there is nothing to multiply, or no room for the rings.
     """
     shapes, total = grouped_shapes(card, atom_bytes), sum(row_blocks)
@@ -55,33 +55,39 @@ def grouped_launch(
     expert_row_blocks = total // experts
     size = ceil_div(expert_row_blocks, ceil_div(expert_row_blocks, shape.row_blocks))
     stages = shape.stages(card, size)
-    clusters = _clusters(row_blocks, tiers, shape.copy_bytes * size, card.sms)
-    found = (
-        _tier(count, access, shape.copies(stages), shape.copy_bytes * size)
+    copies, stage_bytes = shape.copies(stages), shape.copy_bytes * size
+    clusters = _clusters(row_blocks, tiers, copies, stage_bytes, card.sms)
+    tiles = (
+        TierTiles(count, size, window=_window(count, access, copies, stage_bytes))
         for count, access in zip(clusters, tiers, strict=True)
     )
-    tiles = (replace(tier, tile_row_blocks=size) for tier in found)
     return Launch(shape, stages, tuple(tiles)).with_max_blocks(card)
 
 
 def _clusters(
-    row_blocks: Sequence[int], tiers: Sequence[TierAccess], stage_bytes: int, sms: int
+    row_blocks: Sequence[int],
+    tiers: Sequence[TierAccess],
+    copies: int,
+    stage_bytes: int,
+    sms: int,
 ) -> list[int]:
     """Clusters of each tier, single CTAs; at least one where a tier has row blocks."""
     total, found = sum(row_blocks), list[int]()
     for count, access in zip(row_blocks[1:], tiers[1:], strict=True):
-        most = access.sms or sms * count // total
+        most = min(count, max(1, access.sms or sms * count // total))
+        in_flight = {n: n * _window(n, access, copies, stage_bytes) for n in range(1, most + 1)}
         if access.window_bytes is not None:
-            most = min(most, access.window_bytes // stage_bytes)
-        found.append(min(count, max(1, most)))
+            room = max(1, access.window_bytes // stage_bytes)
+            in_flight = {n: stages for n, stages in in_flight.items() if stages <= room}
+            most = max(in_flight, key=lambda n: (in_flight[n], n), default=0)
+        found.append(most)
     while sum(found) > sms - (row_blocks[0] > 0) and max(found) > 1:
         found[found.index(max(found))] -= 1
     return [sms - sum(found) if row_blocks[0] else 0, *found]
 
 
-def _tier(clusters: int, access: TierAccess, copies: int, stage_bytes: int) -> TierTiles:
-    """A tier of `clusters`, in whose window there is room for up to `copies` stages of each."""
-    window = copies
-    if access.window_bytes is not None and clusters:
-        window = max(1, min(copies, access.window_bytes // (stage_bytes * clusters)))
-    return TierTiles(clusters, window=window)
+def _window(clusters: int, access: TierAccess, copies: int, stage_bytes: int) -> int:
+    """Stages, of up to `copies`, for which a tier's window has room in each of its `clusters`."""
+    if access.window_bytes is None or not clusters:
+        return copies
+    return max(1, min(copies, access.window_bytes // (stage_bytes * clusters)))
