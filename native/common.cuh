@@ -51,11 +51,12 @@ struct Barriers {
   __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
 };
 
-// Between what a warp's elected thread has written and its next use: the race checker takes the
-// elected thread for another one each time. Nothing without it.
-__device__ __forceinline__ void sync_elected() {
+// Between a warp's initialisation of mbarriers and its first copies that complete on them. The race
+// checker takes the elected thread for another one each time, and reads of what such copies wrote
+// for races unless all threads have passed a barrier in between. Nothing without it.
+__device__ __forceinline__ void sync_checked() {
 #if RACECHECK
-  sync_warp();
+  __syncthreads();
 #endif
 }
 

@@ -156,9 +156,10 @@ extern "C" __global__ void __launch_bounds__(kBoundThreads, kCtasOfSm)
 
   // Barriers, and the first copies of W before anything else.
   WProducer w_producer(args, ring, tier_number);
-  if (produces && warp == kWProducer) {
-    if (is_copying_thread()) ring.initialize_full();
-    if (kWholeWarps) sync_elected();
+  const bool fills = produces && warp == kWProducer;
+  if (fills && is_copying_thread()) ring.initialize_full();
+  sync_checked();
+  if (fills) {
     w_producer.fill_ring(min(tier.window, tier.stages));
   } else if (produces && is_copying_thread()) {
     ptx::prefetch_tensor_map(&args.x);

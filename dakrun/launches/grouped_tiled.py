@@ -43,7 +43,9 @@ def grouped_launch(
 
     The local tier comes first. A narrow tile is chosen if it holds all rows of nearly all experts,
     where rows choose experts at random: then W is read once. A remote tier has the SMs of its
-    `tiers`, or SMs by its row blocks; fewer if whole stages then fill more of its window.
+    `tiers`, or SMs by its row blocks; fewer if its window has no room for a stage of each. With
+    units it has up to twice as many: a CTA has a ring of few units, which it expands before it
+    reads others, so that less is in flight than its ring would hold.
     Raises ValueError if there is nothing to multiply, or no room for the rings.
     """
     shapes, total = grouped_shapes(card, atom_bytes), sum(row_blocks)
@@ -56,38 +58,27 @@ def grouped_launch(
     size = ceil_div(expert_row_blocks, ceil_div(expert_row_blocks, shape.row_blocks))
     stages = shape.stages(card, size)
     copies, stage_bytes = shape.copies(stages), shape.copy_bytes * size
-    clusters = _clusters(row_blocks, tiers, copies, stage_bytes, card.sms)
+    each = 2 if unit_atoms(atom_bytes) > 1 else 1
+    clusters = _clusters(row_blocks, tiers, stage_bytes, card.sms, each)
     tiles = (
-        TierTiles(count, size, window=_window(count, access, copies, stage_bytes))
+        TierTiles(count, size, window=access.stages(count * stage_bytes, copies))
         for count, access in zip(clusters, tiers, strict=True)
     )
     return Launch(shape, stages, tuple(tiles)).with_max_blocks(card)
 
 
 def _clusters(
-    row_blocks: Sequence[int],
-    tiers: Sequence[TierAccess],
-    copies: int,
-    stage_bytes: int,
-    sms: int,
+    row_blocks: Sequence[int], tiers: Sequence[TierAccess], stage_bytes: int, sms: int, each: int
 ) -> list[int]:
-    """Clusters of each tier, single CTAs; at least one where a tier has row blocks."""
+    """Clusters of each tier, single CTAs; at least one where a tier has row blocks.
+
+    A remote tier has `each` clusters for each of its SMs, if its window has room for a stage of
+    each.
+    """
     total, found = sum(row_blocks), list[int]()
     for count, access in zip(row_blocks[1:], tiers[1:], strict=True):
-        most = min(count, max(1, access.sms or sms * count // total))
-        in_flight = {n: n * _window(n, access, copies, stage_bytes) for n in range(1, most + 1)}
-        if access.window_bytes is not None:
-            room = max(1, access.window_bytes // stage_bytes)
-            in_flight = {n: stages for n, stages in in_flight.items() if stages <= room}
-            most = max(in_flight, key=lambda n: (in_flight[n], n), default=0)
-        found.append(most)
+        most = each * access.sms if access.sms else sms * count // total
+        found.append(min(count, access.stages(stage_bytes, max(1, most))))
     while sum(found) > sms - (row_blocks[0] > 0) and max(found) > 1:
         found[found.index(max(found))] -= 1
     return [sms - sum(found) if row_blocks[0] else 0, *found]
-
-
-def _window(clusters: int, access: TierAccess, copies: int, stage_bytes: int) -> int:
-    """Stages, of up to `copies`, for which a tier's window has room in each of its `clusters`."""
-    if access.window_bytes is None or not clusters:
-        return copies
-    return max(1, min(copies, access.window_bytes // (stage_bytes * clusters)))

@@ -246,11 +246,11 @@ def ring(
         stage = _stage_bytes(row_blocks, atoms, x_tiles, atom_bytes)
         return min(SPLITK_MAX_STAGES, room // stage)
 
-    step, window = split.step_cols // ATOM_COLS, tier.window_bytes
+    step = split.step_cols // ATOM_COLS
     pairs = x_tiles == PAIRED_TILES and split.group <= TILE_ROW_BLOCKS
     waves = ceil_div(split.row_blocks, split.wave)
     two = split.ctas > 1 if halves else waves > 0 and waves % 2 == 0
-    groups = 2 if pairs and two and window is None else 1
+    groups = 2 if pairs and two and tier.window_bytes is None else 1
     row_blocks = groups * split.group
     least = unit_atoms(atom_bytes)
     options = [
@@ -261,10 +261,7 @@ def ring(
     copies = [atom_bytes * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
     stages = stages_of(options[chosen])
-    if window is None or not split.ctas:
-        window = stages
-    else:
-        window = max(1, min(stages, window // (copies[chosen] * split.ctas)))
+    window = tier.stages(copies[chosen] * split.ctas, stages)
     return Ring(options[chosen], stages, window, groups)
 
 

@@ -21,3 +21,13 @@ class TierAccess:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be None or at least 1")
+
+    def stages(self, nbytes: int, most: int) -> int:
+        """Stages in flight, up to `most`: those that come closest to the window, at least one.
+
+        All CTAs together have `nbytes` in a stage. Rounded down, a stage of more than half of the
+        window would be all that is in flight, and the link would wait for the latency of memory.
+        """
+        if self.window_bytes is None or not nbytes:
+            return most
+        return max(1, min(most, round(self.window_bytes / nbytes)))
