@@ -14,8 +14,7 @@ from packed_matrices import FEW_LAYOUTS, elsewhere, normal, packed, quantised
 from torch.nn import functional as F
 
 from dakrun.config import Activation, Routing
-from dakrun.formats import PACKED16
-from dakrun.formats import KERNEL_FORMATS
+from dakrun.formats import KERNEL_FORMATS, PACKED16
 from dakrun.formats.device_layout import Quantised
 from dakrun.hardware import Card
 from dakrun.kernels.experts import grouped_tiled, reference
