@@ -312,7 +312,7 @@ def test_operands_that_do_not_fit(name: str, how: str) -> None:
         splitk_gemm(weight=weight, config=config, **operands)
 
 
-@pytest.mark.parametrize("stored", KERNEL_FORMATS, ids=str)
+@pytest.mark.parametrize("stored", KERNEL_FORMATS, ids=lambda stored: stored.name)
 @pytest.mark.parametrize(("rows", "cols"), [(6144, 4096), (28672, 4096), (4096, 14336)])
 def test_a_window_is_nearly_full_in_every_format(
     rows: int, cols: int, stored: WeightFormat
