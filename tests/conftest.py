@@ -167,8 +167,7 @@ def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are shown without alternatives to them, which are ten times the work."""
     from dakrun.plan.advice import Advice, busy_shares
 
-    def advise(plan: Any, max_decode_step: float | None) -> Any:
-        del max_decode_step
+    def advise(plan: Any, *_: Any, **__: Any) -> Any:
         return Advice(plan=plan, busy=busy_shares(plan), alternatives=())
 
     monkeypatch.setattr("dakrun.plan.show.overview.advise", advise)

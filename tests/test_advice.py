@@ -57,6 +57,12 @@ COMMANDS = (
 )
 
 
+def batch_s(shown: dict[str, Any]) -> float:
+    """Seconds of a whole batch: its prompts, and as many steps as new tokens."""
+    predicted, new = shown["predicted"], shown["workload"]["new_tokens"]
+    return float(predicted["ttft_s"] + new * predicted["decode_step_s"])
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_following_the_advice_gives_what_it_says(
     command: str, request: pytest.FixtureRequest
@@ -67,12 +73,14 @@ def test_following_the_advice_gives_what_it_says(
     alternatives = shown["advice"]["alternatives"]
     order = [(ORIGINS.index(other["origin"]), -other["gain"]) for other in alternatives]
     assert order == sorted(order)
-    now = shown["predicted"]["tokens_per_s"]
+    now = batch_s(shown)
     for other in alternatives:
-        then = plan_json(*command.split(), *other["change"].split())["predicted"]
+        planned = plan_json(*command.split(), *other["change"].split())
+        then, rows = planned["predicted"], planned["workload"]["batch_size"]
         assert then["tokens_per_s"] == pytest.approx(other["predicted_tokens_per_s"])
         assert then["decode_step_s"] == pytest.approx(other["predicted_decode_step_s"])
-        assert then["tokens_per_s"] / now - 1 == pytest.approx(other["gain"], abs=1e-9)
+        rate = rows / shown["workload"]["batch_size"] * now / batch_s(planned)
+        assert rate - 1 == pytest.approx(other["gain"], abs=1e-9)
     sentence = shown["advice"]["sentence"]
     helping = [other for other in alternatives if other["gain"] > MIN_GAIN]
     assert ("would help" in sentence) == bool(helping)
@@ -131,6 +139,13 @@ def test_a_smaller_batch_where_kv_dominates() -> None:
     plan = a_plan("opt-30b", "gh200", 256, prompt=1000)
     best = next(a for a in advise(plan).alternatives if a.kind == "batch_size")
     assert best.change == "--batch-size 128" and best.gain > MIN_GAIN
+
+
+def test_no_more_rows_than_there_are_requests() -> None:
+    plan = a_plan("opt-30b", "gh200", 32)
+    for requests, tried in ((63, {16}), (64, {16, 64})):
+        found = advise(plan, requests=requests).alternatives
+        assert {a.plan.workload.batch_size for a in found if a.kind == "batch_size"} == tried
 
 
 def test_what_was_fixed_is_set_free() -> None:

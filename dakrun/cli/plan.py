@@ -136,7 +136,8 @@ def plan(
     ).plan(config, hardware)
     if plot:
         plot_plan(decision, Path(plot))
-    shown = Overview.of(decision, run.max_decode_step)
+    some = {"requests": expected.requests} if expected else {}
+    shown = Overview.of(decision, run.max_decode_step, **some)
     if run.profile == "auto":
         eprint(describe_profile(hardware))
     foretold = None if expected is None else expected.forecast(decision)

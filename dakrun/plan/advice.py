@@ -1,6 +1,7 @@
 """The limit of a plan's speed, and the changes that would help most, found by planning again.
 
-Tries one change at a time and compares predicted tokens/s. Needs neither weights nor a GPU.
+Tries one change at a time and compares predicted tokens/s of whole batches, prompts included. Needs
+neither weights nor a GPU.
 """
 
 import math
@@ -16,6 +17,7 @@ from dakrun.plan.batch_size import MAX_BATCH_SIZE
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy, Transport
+from dakrun.plan.prefill import predict_prefill
 from dakrun.plan.roofline import COMPUTE, Links, compute_time, line_time, norm_time, op_cost
 from dakrun.units import format_bytes, format_seconds, parse_bytes
 
@@ -33,9 +35,9 @@ ORIGINS: tuple[Origin, ...] = get_args(Origin)  # changes of the first are advis
 class Alternative:
     """The plan after one change of the options.
 
-    `change` is its text on the command line; `gain` is relative, in predicted tokens/s. `origin`
-    is user for a limit that the user set, machine for what the machine has besides, and missing
-    for more HBM than it has.
+    `change` is its text on the command line; `gain` is relative, in tokens/s as of
+    `tokens_per_s`. `origin` is user for a limit that the user set, machine for what the machine
+    has besides, and missing for more HBM than it has.
     """
 
     kind: Kind
@@ -90,12 +92,15 @@ class Advice:
         return f"{limit}; {first} would help{most}" + "".join(f", then {text}" for text in others)
 
 
-def advise(plan: Plan, max_decode_step: float | None = None) -> Advice:
+def advise(
+    plan: Plan, max_decode_step: float | None = None, *, requests: int = MAX_BATCH_SIZE
+) -> Advice:
     """Plan again with other budgets, batch sizes, transports and remote tiers, and compare.
 
-    Plans that take more than `max_decode_step` seconds per decode step are left out.
+    Plans that take more than `max_decode_step` seconds per decode step are left out, and those of
+    more rows than there are `requests`.
     """
-    rate = plan.workload.batch_size / plan.predicted_s
+    rate = tokens_per_s(plan)
     alternatives = []
     for kind, change, workload, policy in _changes(plan):
         try:
@@ -104,13 +109,22 @@ def advise(plan: Plan, max_decode_step: float | None = None) -> Advice:
             continue
         if max_decode_step is not None and other.predicted_s > max_decode_step:
             continue
-        gain = workload.batch_size / other.predicted_s / rate - 1
+        if requests < workload.batch_size > plan.workload.batch_size:
+            continue
+        gain = tokens_per_s(other) / rate - 1
         origin = _origin(kind, plan, policy)
         alternatives.append(
             Alternative(kind=kind, change=change, origin=origin, plan=other, gain=gain)
         )
     alternatives.sort(key=lambda other: (ORIGINS.index(other.origin), -other.gain))
     return Advice(plan=plan, busy=busy_shares(plan), alternatives=tuple(alternatives))
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Predicted new tokens/s of whole batches: their prompts, then as many steps as new tokens."""
+    work = plan.workload
+    seconds = predict_prefill(plan).predicted_s + work.new_tokens * plan.predicted_s
+    return work.batch_size * work.new_tokens / seconds
 
 
 def _origin(kind: Kind, plan: Plan, changed: Policy) -> Origin:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from dakrun.errors import CannotRun, DakrunError
 from dakrun.hardware import Published
 from dakrun.plan.advice import Advice, advise
+from dakrun.plan.batch_size import MAX_BATCH_SIZE
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.prefill import PrefillForecast, predict_prefill
@@ -114,10 +115,13 @@ class Overview:
     published: tuple[Comparison, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, max_decode_step: float | None = None) -> "Overview":
+    def of(
+        cls, plan: Plan, max_decode_step: float | None = None, *, requests: int = MAX_BATCH_SIZE
+    ) -> "Overview":
         """Plan again for decode steps alone, uniformly, at published ratios, and for advice.
 
-        Advice is limited to `max_decode_step` seconds per decode step, if given.
+        Advice is limited to `max_decode_step` seconds per decode step, if given, and to no more
+        rows than there are `requests`.
         """
         policy = replace(plan.policy, strategy="uniform")
         uniform: Forecast | CannotRun
@@ -129,7 +133,7 @@ class Overview:
             chosen=Forecast.of(plan),
             prompts=Prompts.of(plan),
             uniform=uniform,
-            advice=advise(plan, max_decode_step),
+            advice=advise(plan, max_decode_step, requests=requests),
             published=tuple(_published(plan)),
         )
 
