@@ -51,9 +51,9 @@ struct Barriers {
   __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
 };
 
-// Between a warp's initialisation of mbarriers and its first copies that complete on them. The race
-// checker takes the elected thread for another one each time, and reads of what such copies wrote
-// for races unless all threads have passed a barrier in between. Nothing without it.
+// A barrier of the whole CTA with RACECHECK=1, else nothing. All threads call it between the
+// initialisation of mbarriers and the first copies that complete on them: else the race checker
+// reports reads of what those copies wrote.
 __device__ __forceinline__ void sync_checked() {
 #if RACECHECK
   __syncthreads();

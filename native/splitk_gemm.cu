@@ -127,14 +127,14 @@ constexpr int kCtasOfSm = 2;
 
 // Attention may be the next launch: 8 warps of 128 registers a thread. A quarter of an SM has 16,384
 // registers, and 2 of those warps beside 3 of this kernel's 10, which may then have 80 a thread: as
-// many as if there were 12 warps. With more, attention waits for SMs to be free, gets the first ones
-// twice, and so does the launch behind it. 16-bit variants need no more, but for 33 to 64 normalised
-// rows. Some units take more: with 9 to 16 rows those of mixed tiers, or with float32 scales but for
-// one a unit of bytes; and those with more than 8 bytes of scales a row.
-constexpr bool kManyRegisters =
+// the compiler gives 12 warps. With more, attention waits for SMs to be free, gets the first ones
+// twice, and so does the launch behind it. Without this bound are 16 bits, which keep within 80
+// anyway but for 33 to 64 normalised rows; units with more than 8 bytes of scales for a row of W;
+// and of 9 to 16 rows, mixed tiers, and float32 scales unless a unit of 8-bit codes has one a row.
+constexpr bool kUnbounded =
     !CODE || SCALE_BYTES * kUnitCols / GROUP > 8 ||
     (TILES > 1 && (kMixes || (SCALE_BYTES == 4 && (kCodeBits == 4 || GROUP < kUnitCols))));
-constexpr int kBoundThreads = kManyRegisters ? kThreads : (kThreads + 127) / 128 * 128;
+constexpr int kBoundThreads = kUnbounded ? kThreads : (kThreads + 127) / 128 * 128;
 
 extern "C" __global__ void __launch_bounds__(kBoundThreads, kCtasOfSm)
     splitk_gemm(const __grid_constant__ SplitKGemmArgs args) {

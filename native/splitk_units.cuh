@@ -13,11 +13,11 @@
 #include "splitk_ring.cuh"
 #include "splitk_scheduler.cuh"
 
-// The scheduler of mixed tiers takes registers. So do codes of 8 bits with zeros or several scales a
-// unit, with more rows of X also those with one.
-constexpr bool kFewRegisters =
-    kMixes || kCodeBits == 8 && (TILES == 1 ? ZEROS || GROUP < kUnitCols : GROUP <= kUnitCols);
+// Few are left by the scheduler of mixed tiers; by codes of 8 bits with 9 to 16 rows, with zeros, or
+// with several scales a unit.
+constexpr bool kFewRegisters = kMixes || kCodeBits == 8 && (TILES > 1 || ZEROS || GROUP < kUnitCols);
 constexpr int kAtOnce = kFewRegisters ? 2 : 4;
+// Unrolled, these would spill.
 constexpr bool kRolled = TILES > 1 ? ZEROS : kCodeBits == 4 && SCALE_BYTES * kAtomK / GROUP > 2;
 constexpr int kUnrolledAtoms = kRolled ? 1 : kUnitAtoms;
 #include "units_multiply.cuh"

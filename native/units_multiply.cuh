@@ -5,9 +5,9 @@
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,
-// exactly, and scales are applied to the sums in float32. Who includes this file knows how many
-// registers there are, and so says: whether they are few (kFewRegisters), the row blocks multiplied
-// at once (kAtOnce), and the atoms of a unit whose loop is unrolled (kUnrolledAtoms: the loads of the
+// exactly, and scales are applied to the sums in float32. The file that includes this one defines, by
+// the registers that it leaves: whether they are few (kFewRegisters), the row blocks multiplied at
+// once (kAtOnce), and how many atoms of a unit the loop unrolls (kUnrolledAtoms: the loads of the
 // second go beside the products of the first).
 #pragma once
 

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,9 +144,18 @@ def test_a_smaller_batch_where_kv_dominates() -> None:
 
 def test_no_more_rows_than_there_are_requests() -> None:
     plan = a_plan("opt-30b", "gh200", 32)
-    for requests, tried in ((63, {16}), (64, {16, 64})):
+    for requests, tried in ((20, {16}), (50, {16, 50}), (1000, {16, 64})):
         found = advise(plan, requests=requests).alternatives
         assert {a.plan.workload.batch_size for a in found if a.kind == "batch_size"} == tried
+
+
+def test_the_requests_of_a_file_are_no_larger_batch(tmp_path: Path) -> None:
+    source = tmp_path / "three.jsonl"
+    source.write_text('{"prompt": "a few words"}\n' * 3)
+    shown = plan_json("--model", "opt-30b", "--profile", "gh200", "-i", str(source))
+    assert shown["workload"]["batch_size"] == 3
+    changes = [a["change"] for a in shown["advice"]["alternatives"] if a["kind"] == "batch_size"]
+    assert changes == ["--batch-size 1"]
 
 
 def test_what_was_fixed_is_set_free() -> None:

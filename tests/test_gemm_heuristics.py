@@ -317,7 +317,7 @@ def test_operands_that_do_not_fit(name: str, how: str) -> None:
 def test_a_window_is_nearly_full_in_every_format(
     rows: int, cols: int, stored: WeightFormat
 ) -> None:
-    """Rounded down, FP8 had 52% to 77% of it in flight, and a link's rate with half of that."""
+    """Rounded down, FP8 had 52% to 77% of it in flight, and 0.86 of the link's rate (H100)."""
     row_blocks, atom_bytes = (rows // 16, rows // 16), stored.atom_bytes
     tiers = [TierAccess(), HOST]
     splits = split_row_blocks(row_blocks, tiers, card=H200, atom_bytes=atom_bytes)

@@ -431,10 +431,20 @@ def test_whole_stages_fill_the_window_of_a_remote_tier(layout: Quantised | None)
     window, atom = 256 * 1024, layout.atom_bytes if layout else 1024
     tiers = [TierAccess(124), TierAccess(8, window)]
     launch = grouped_launch(2048, 128, (20000, 4576), tiers, card=H200, atom_bytes=atom)
-    tier, copies = launch.tiers[1], launch.shape.copies(launch.stages)
+    tier = launch.tiers[1]
     stage = launch.shape.copy_bytes * tier.tile_row_blocks
-    in_flight = tier.clusters * tier.window
-    assert in_flight == min(8 * copies, window // stage) or in_flight * stage > 0.8 * window
+    assert 0.85 * window <= tier.clusters * tier.window * stage <= 1.15 * window
+    assert tier.clusters == (16 if layout else 8)
+
+
+def test_a_remote_tier_leaves_the_sms_to_the_local_one_that_has_most_row_blocks() -> None:
+    """A fast link's window is larger than the rings of its SMs."""
+    fast, fp8 = TierAccess(32, 4 << 20), KERNEL_FORMATS[-1]
+    for row_blocks, clusters in (((22400, 2176), 32), ((18000, 6576), 35), ((12000, 12576), 64)):
+        launch = grouped_launch(
+            2048, 128, row_blocks, [TierAccess(), fast], card=H200, atom_bytes=fp8.atom_bytes
+        )
+        assert launch.tiers[1].clusters == clusters
 
 
 def test_a_tile_holds_the_rows_of_nearly_all_experts() -> None:

@@ -91,6 +91,7 @@ def plan(
 
     from dakrun.config import SamplingParams, model_len
     from dakrun.hardware import describe_profile
+    from dakrun.plan.batch_size import MAX_BATCH_SIZE
     from dakrun.plan.show.json import overview_dict
     from dakrun.plan.show.overview import Overview
     from dakrun.plan.show.plot import plot_plan
@@ -136,8 +137,8 @@ def plan(
     ).plan(config, hardware)
     if plot:
         plot_plan(decision, Path(plot))
-    some = {"requests": expected.requests} if expected else {}
-    shown = Overview.of(decision, run.max_decode_step, **some)
+    requests = expected.requests if expected else MAX_BATCH_SIZE
+    shown = Overview.of(decision, run.max_decode_step, requests=requests)
     if run.profile == "auto":
         eprint(describe_profile(hardware))
     foretold = None if expected is None else expected.forecast(decision)

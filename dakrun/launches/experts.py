@@ -173,7 +173,7 @@ def grouped_config(
     for split, tier, own in zip(splits, tiers, tier_ctas, strict=True):
         own_depth = min(depth, _depth(split.group, x_atoms, atom_bytes))
         in_stage = atom_bytes * split.group * own_depth * (own or local)
-        windows.append(tier.stages(in_stage, stages))
+        windows.append(tier.closest(in_stage, stages))
     return GroupedConfig(
         ctas=card.with_idle(sum(tier_ctas)),
         x_tiles=x_tiles,

@@ -43,9 +43,10 @@ def grouped_launch(
 
     The local tier comes first. A narrow tile is chosen if it holds all rows of nearly all experts,
     where rows choose experts at random: then W is read once. A remote tier has the SMs of its
-    `tiers`, or SMs by its row blocks; fewer if its window has no room for a stage of each. With
-    units it has up to twice as many: a CTA has a ring of few units, which it expands before it
-    reads others, so that less is in flight than its ring would hold.
+    `tiers`, or SMs by its row blocks; fewer if stages of fewer CTAs fill its window. With units a
+    tier that has both has up to twice its SMs, but no more than by its row blocks: the ring of a
+    CTA has few units (TILED_UNIT_STAGES), which are expanded before others take their place, so
+    that a CTA keeps less in flight.
     Raises ValueError if there is nothing to multiply, or no room for the rings.
     """
     shapes, total = grouped_shapes(card, atom_bytes), sum(row_blocks)
@@ -61,7 +62,7 @@ def grouped_launch(
     each = 2 if unit_atoms(atom_bytes) > 1 else 1
     clusters = _clusters(row_blocks, tiers, stage_bytes, card.sms, each)
     tiles = (
-        TierTiles(count, size, window=access.stages(count * stage_bytes, copies))
+        TierTiles(count, size, window=access.closest(count * stage_bytes, copies))
         for count, access in zip(clusters, tiers, strict=True)
     )
     return Launch(shape, stages, tuple(tiles)).with_max_blocks(card)
@@ -72,13 +73,15 @@ def _clusters(
 ) -> list[int]:
     """Clusters of each tier, single CTAs; at least one where a tier has row blocks.
 
-    A remote tier has `each` clusters for each of its SMs, if its window has room for a stage of
-    each.
+    A remote tier with a window has up to `each` of them for each of its SMs.
     """
     total, found = sum(row_blocks), list[int]()
     for count, access in zip(row_blocks[1:], tiers[1:], strict=True):
-        most = each * access.sms if access.sms else sms * count // total
-        found.append(min(count, access.stages(stage_bytes, max(1, most))))
+        by_row_blocks = max(1, sms * count // total)
+        most = access.sms or by_row_blocks
+        if access.sms and access.window_bytes:
+            most = max(most, min(each * most, by_row_blocks))
+        found.append(min(count, access.closest(stage_bytes, most)))
     while sum(found) > sms - (row_blocks[0] > 0) and max(found) > 1:
         found[found.index(max(found))] -= 1
     return [sms - sum(found) if row_blocks[0] else 0, *found]

@@ -261,7 +261,7 @@ def ring(
     copies = [atom_bytes * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
     stages = stages_of(options[chosen])
-    window = tier.stages(copies[chosen] * split.ctas, stages)
+    window = tier.closest(copies[chosen] * split.ctas, stages)
     return Ring(options[chosen], stages, window, groups)
 
 

@@ -22,11 +22,12 @@ class TierAccess:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be None or at least 1")
 
-    def stages(self, nbytes: int, most: int) -> int:
-        """Stages in flight, up to `most`: those that come closest to the window, at least one.
+    def closest(self, nbytes: int, most: int) -> int:
+        """How many pieces of `nbytes`, 1 to `most`, come closest to the window; without it `most`.
 
-        All CTAs together have `nbytes` in a stage. Rounded down, a stage of more than half of the
-        window would be all that is in flight, and the link would wait for the latency of memory.
+        These are stages in flight if all CTAs together have `nbytes` in one, or CTAs if one of them
+        has. Up to half a piece more than the window is then in flight; rounded down, as much of it
+        could stay unused. For products of few rows, and those of experts.
         """
         if self.window_bytes is None or not nbytes:
             return most

@@ -35,8 +35,8 @@ ORIGINS: tuple[Origin, ...] = get_args(Origin)  # changes of the first are advis
 class Alternative:
     """The plan after one change of the options.
 
-    `change` is its text on the command line; `gain` is relative, in tokens/s as of
-    `tokens_per_s`. `origin` is user for a limit that the user set, machine for what the machine
+    `change` is its text on the command line; `gain` is relative, in tokens/s as `tokens_per_s`
+    counts them. `origin` is user for a limit that the user set, machine for what the machine
     has besides, and missing for more HBM than it has.
     """
 
@@ -97,19 +97,17 @@ def advise(
 ) -> Advice:
     """Plan again with other budgets, batch sizes, transports and remote tiers, and compare.
 
-    Plans that take more than `max_decode_step` seconds per decode step are left out, and those of
-    more rows than there are `requests`.
+    Plans that take more than `max_decode_step` seconds per decode step are left out. No larger
+    batch than of `requests` is tried.
     """
     rate = tokens_per_s(plan)
     alternatives = []
-    for kind, change, workload, policy in _changes(plan):
+    for kind, change, workload, policy in _changes(plan, requests):
         try:
             other = make_plan(plan.model, workload, plan.profile, policy)
         except DakrunError:
             continue
         if max_decode_step is not None and other.predicted_s > max_decode_step:
-            continue
-        if requests < workload.batch_size > plan.workload.batch_size:
             continue
         gain = tokens_per_s(other) / rate - 1
         origin = _origin(kind, plan, policy)
@@ -121,7 +119,10 @@ def advise(
 
 
 def tokens_per_s(plan: Plan) -> float:
-    """Predicted new tokens/s of whole batches: their prompts, then as many steps as new tokens."""
+    """Predicted new tokens/s of whole batches: their prompts, then as many steps as new tokens.
+
+    Prompts count whole, also where they share prefixes.
+    """
     work = plan.workload
     seconds = predict_prefill(plan).predicted_s + work.new_tokens * plan.predicted_s
     return work.batch_size * work.new_tokens / seconds
@@ -135,7 +136,7 @@ def _origin(kind: Kind, plan: Plan, changed: Policy) -> Origin:
     return "user" if fixed or kind in ("budget", "ratio", "strategy") else "machine"
 
 
-def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
+def _changes(plan: Plan, requests: int) -> Iterator[tuple[Kind, str, Workload, Policy]]:
     """Changes to try: (kind, its text, the workload and the policy with that one change)."""
     work, policy = plan.workload, plan.policy
     for text in _budgets(plan):
@@ -145,7 +146,8 @@ def _changes(plan: Plan) -> Iterator[tuple[Kind, str, Workload, Policy]]:
         text = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in all_set.items())
         sizes: dict[str, Any] = {name: parse_bytes(size) for name, size in all_set.items()}
         yield "budget", text, work, replace(policy, **sizes)
-    for size in (work.batch_size // 2, min(2 * work.batch_size, MAX_BATCH_SIZE)):
+    larger = min(2 * work.batch_size, MAX_BATCH_SIZE, max(requests, work.batch_size))
+    for size in (work.batch_size // 2, larger):
         if size > 0 and size != work.batch_size:
             text = f"--batch-size {size}"
             yield "batch_size", text, replace(work, batch_size=size), policy
@@ -228,7 +230,8 @@ def _text(other: Alternative) -> str:
         has = format_bytes(other.plan.profile.hbm_capacity_bytes)
         change = f"{size} of HBM ({other.plan.profile.name} has {has})"
     gain = f"{1 + other.gain:.1f} times the" if other.gain >= 1 else f"{other.gain:+.0%}"
-    return f"{change} ({gain} tokens/s, decode step {format_seconds(other.plan.predicted_s)})"
+    step = format_seconds(other.plan.predicted_s)
+    return f"{change} ({gain} tokens/s with prompts, decode step {step})"
 
 
 def busy_shares(plan: Plan) -> dict[str, float]:

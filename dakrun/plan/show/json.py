@@ -10,7 +10,7 @@ from dakrun.errors import CannotRun
 from dakrun.formats import Rows
 from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
-from dakrun.plan.advice import Advice, Alternative
+from dakrun.plan.advice import Advice, Alternative, tokens_per_s
 from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.show.overview import Comparison, Forecast, Overview
@@ -349,5 +349,6 @@ def _alternative_dict(other: Alternative) -> dict[str, Any]:
         "origin": other.origin,
         "predicted_decode_step_s": other.plan.predicted_s,
         "predicted_tokens_per_s": other.plan.workload.batch_size / other.plan.predicted_s,
+        "predicted_batch_tokens_per_s": tokens_per_s(other.plan),
         "gain": other.gain,
     }
