@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import emulated
 import pytest
@@ -314,11 +315,25 @@ def test_quantized_weights(
     rows.slots.copy_(torch.arange(2))
     rows.lengths.copy_(torch.tensor([len(prompt), decode_step.IDLE]))
     rows.tokens.copy_(torch.tensor([int(found.argmax()), 0]))
-    for _ in range(2):
+    early: list[bool] = []  # whether products behind a norm without a launch of its own are
+    multiply = products.Products.__call__
+
+    def call(self: Any, *args: Any, scaled: Any = None, pdl: bool, **options: Any) -> Any:
+        if scaled is not None:
+            early.append(pdl)
+        return multiply(self, *args, scaled=scaled, pdl=pdl, **options)
+
+    monkeypatch.setattr(products.Products, "__call__", call)
+    for held_up in (False, True):
+        monkeypatch.setattr(
+            products.Products, "holds_up_attention", lambda *_, held_up=held_up: held_up
+        )
+        early.clear()
         prompt.append(int(rows.tokens[0]))
         before = len(launched)
         rows.run(cache.counts)
         assert close(rows.backend.logits[0], logits(reference, prompt))
+        assert mixture or set(early) == {not held_up}
         norms = [file for file, _ in launched[before:]].count("normalize.cu")
         # Others are a part of the products around them, which do not stand around a router.
         assert norms == (4 if mixture else 1)

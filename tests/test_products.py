@@ -15,7 +15,7 @@ from packed_linear import linear, normal, poisoned, same_bits, written
 from packed_matrices import packed
 from torch.nn import functional as F
 
-from dakrun.formats import PACKED16, Split
+from dakrun.formats import PACKED16, Quantised, Split, WeightFormat
 from dakrun.geometry import WARPGROUPS, row_block_count
 from dakrun.hardware import LOCAL
 
@@ -190,6 +190,29 @@ def test_what_is_prefetched_ahead(tiles: bool) -> None:
     assert found.ahead(33, wide, ACCESS) is None
     away = replace(here, tier="host"), far
     assert found.ahead(8, TieredMatrix(wide.shape, wide.dtype, away), ACCESS) is None
+
+
+def bytes_of(stored: WeightFormat, split: Split) -> tuple[torch.Tensor, ...]:
+    """Arrays of a part with 256 columns."""
+    sizes = (array.nbytes(8 * split.row_blocks) for array in stored.arrays(256))
+    return tuple(torch.zeros(size, dtype=torch.uint8) for size in sizes)
+
+
+def test_which_products_keep_attention_from_their_sms() -> None:
+    """Of quantized weights that mix tiers, with 9 or more rows; no others."""
+    found, tiers = Products(CPU, H200), (TierAccess(), TierAccess(mixed=True))
+    for stored, mixed in itertools.product((PACKED16, Quantised("int4", 128)), (False, True)):
+        accesses = tiers if mixed else ACCESS
+        splits = split_row_blocks(
+            (60, 4), accesses, card=hopper(10), atom_bytes=stored.atom_bytes
+        )  # fmt: skip
+        parts = (
+            MatrixPart(tier, split, stored, bytes_of(stored, split))
+            for tier, split in zip((LOCAL, "host"), splits, strict=True)
+        )
+        weight = TieredMatrix((512, 256), torch.float16, tuple(parts))
+        held = [n for n in (1, 8, 9, 16) if found.holds_up_attention(n, weight)]
+        assert held == ([9, 16] if mixed and stored != PACKED16 else [])
 
 
 def test_streams_and_graphs_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

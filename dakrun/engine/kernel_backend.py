@@ -191,11 +191,14 @@ class KernelBackend:
 
         The result overwrites `residual`. The launch may start while the kernel before it ends
         (PDL), but not behind a small kernel that leaves SMs empty: the GPU would put two CTAs of
-        this launch on one SM, and the CTAs of later launches unevenly on the others.
+        this launch on one SM, and the CTAs of later launches unevenly on the others. Nor behind a
+        norm without a launch, where attention gets some SMs twice (holds_up_attention).
         """
         name, staging = linear.name, self.staging
         if (scaled := self._norms.read(linear, x)) is not None:
             x = scaled.rows
+            weight, _ = self._operands[name]
+            self._pdl = self._pdl and not self._products.holds_up_attention(len(x), weight)
         elif linear.norm and not linear.folded:
             x = self._normalize(linear.norm, x, torch.empty_like(x))
             self._pdl = False

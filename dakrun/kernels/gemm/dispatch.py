@@ -147,6 +147,14 @@ class Products:
         """Whether a product of `n` rows can read and write ScaledRows."""
         return bool(weight.format.macros) and self.kernel_for(n, weight) == "splitk"
 
+    def holds_up_attention(self, n: int, weight: TieredMatrix) -> bool:
+        """Whether a product of `n` rows keeps attention from its SMs until its CTAs end.
+
+        Its registers leave no room there where it mixes tiers (kUnbounded, native/splitk_gemm.cu).
+        """
+        mixes = any(part.split.mixed for part in weight.parts)
+        return mixes and bool(weight.format.macros) and n > ROWS_PER_BLOCK
+
     def ahead(
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
     ) -> torch.Tensor | None:
