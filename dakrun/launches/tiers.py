@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TierAccess:
-    """Limits of reading a tier: the number of SMs, and the bytes in flight over all of them.
+    """How a tier is read: by so many SMs, with about so many bytes in flight over all of them.
 
     None is no limit. The local tier's SMs read a `mixed` remote tier, in turn with their own row
     blocks or slots, so that no SM reads from the link only. Launches of many rows do not mix tiers:
