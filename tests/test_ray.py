@@ -100,9 +100,11 @@ def test_workers_draft(tmp_path: Path) -> None:
     run = generate(source, out, *flags)
     assert run.exit_code == 0, run.output
     assert by_id(*out.glob("part-*.jsonl")) == by_id(plain)
-    workers = [worker["report"]["drafts"] for worker in json.loads(report.read_text())["workers"]]
-    assert workers and all(drafts["tokens_per_step_and_row"] >= 1 for drafts in workers)
-    assert sum(drafts["accepted_tokens"] for drafts in workers) > 0
+    workers = [worker["report"] for worker in json.loads(report.read_text())["workers"]]
+    worked = [worker["drafts"] for worker in workers if worker["requests"]["finished"]]
+    assert worked, "one may have loaded when the other had served all rows"
+    assert all(drafts["tokens_per_step_and_row"] >= 1 for drafts in worked)
+    assert sum(drafts["accepted_tokens"] for drafts in worked) > 0
 
 
 @pytest.mark.usefixtures("inside")
