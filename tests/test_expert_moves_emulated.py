@@ -17,6 +17,7 @@ from dakrun.engine import (
     ExpertCopies,
     GraphRunner,
     KernelBackend,
+    PassStaging,
     Prefill,
     expert_copies,
     expert_moves,
@@ -27,6 +28,7 @@ from dakrun.engine.kv_cache import KVCache
 from dakrun.hardware import load_profile
 from dakrun.kernels.attention import KVShape
 from dakrun.kernels.runtime import copy
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models import decoder_of
 from dakrun.plan import Policy, kv_positions, make_plan
@@ -50,8 +52,11 @@ def skewed(path: Path) -> Path:
     return model
 
 
-def engine_of(path: Path, ratio: float) -> Engine:
-    """An engine whose experts may move, `ratio` of whose bytes are remote."""
+def engine_of(path: Path, ratio: float, *, stages: bool = False) -> Engine:
+    """An engine whose experts may move, `ratio` of whose bytes are remote.
+
+    Passes of more than FEW tokens of prompts stage all matrices; so do full steps that `stages`.
+    """
     config = config_of(path)
     work = Workload(batch_size=BATCH, prompt_len=16, new_tokens=8, max_model_len=100)
     policy = Policy(
@@ -67,12 +72,12 @@ def engine_of(path: Path, ratio: float) -> Engine:
         source.check(decoder_of(config))
         weights = load(source, plan, tiers, CPU, packing=Packing(accesses, CARD))
     backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
-    step = DecodeStep(backend.with_buffers(None, BATCH), cache, shape, accesses["attention"])
+    steps = PassStaging(staging(backend, early=True), None, 1) if stages else None
+    step = DecodeStep(backend.with_buffers(BATCH, steps), cache, shape, accesses["attention"])
     room = torch.empty(ROOM, dtype=torch.uint8)
-    passes, few = backend.with_buffers(None, 128 + BATCH, logits=False, prompts=True), None
-    if ratio:
-        passes, few = passes.staged_by(staging(backend)), (passes, FEW)
-    prefill = Prefill(passes, cache, shape, room, 128, few)
+    stagings = PassStaging(staging(backend), None, FEW) if ratio else None
+    passes = backend.with_buffers(128 + BATCH, stagings, logits=False, prompts=True)
+    prefill = Prefill(passes, cache, shape, room, 128)
     copies = None
     if (tables := backend.expert_tables) is not None:
         assert backend.expert_use
@@ -113,6 +118,40 @@ def test_tokens_are_those_of_experts_that_stay(
     if late:
         monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
     check(path, wanted)
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_steps_copy_experts_where_they_lie(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full steps copy all remote experts ahead of their use; those of one row let them move."""
+    monkeypatch.setattr(expert_moves, "WINDOW", 4)
+    monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
+    monkeypatch.setattr(expert_copies, "LEAST_COPY", PIECE)
+    path = skewed(tmp_path / "model")
+    wanted = run(engine_of(path, 0.0))
+    if late:
+        monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
+    engine = engine_of(path, 0.5, stages=True)
+    runner = engine.runner
+    assert isinstance(runner, GraphRunner) and runner._moves
+    steps = runner._backend.stagings
+    assert steps.has_experts(BATCH) and not steps.has_experts(1) and steps.most
+    read, fetch = list[int](), steps.most.fetch
+
+    def checked(name: str) -> TieredMatrix:
+        remote = runner._backend.matrices[name].parts[1:]
+        copied = fetch(name)
+        for part, home in zip(copied.parts[1:], remote, strict=True):
+            assert all(map(torch.equal, part.arrays, home.arrays))
+        if "experts" in name:
+            read.append(runner._moves.exchanged)
+        return copied
+
+    monkeypatch.setattr(steps.most, "fetch", checked)
+    for _ in range(3):
+        assert run(engine) == wanted
+    assert len(set(read)) > 1, "experts moved between steps that copy them"
 
 
 def test_steps_that_only_measure_count_no_choices(

@@ -77,9 +77,7 @@ def engine_of(
     config = backend.model.config
     shape = KVShape(config.num_kv_heads, config.head_dim, 128)
     room = torch.empty(ROOM, dtype=torch.uint8, device=CPU)
-    prefill = Prefill(
-        backend.with_buffers(None, 128 + batch, logits=False), cache, shape, room, 128
-    )
+    prefill = Prefill(backend.with_buffers(128 + batch, logits=False), cache, shape, room, 128)
     runner = GraphRunner(step, prefill, cache, shape)
     grammars = Grammars(tokenizer.as_json, config.vocab_size, [2]) if tokenizer else None
     return Engine(runner, plan_of(path, batch), tokenizer, grammars, speculation)

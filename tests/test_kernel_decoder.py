@@ -27,6 +27,7 @@ from dakrun.engine import (
     SPLITK_ROWS,
     DecodeStep,
     KernelBackend,
+    PassStaging,
     Prefill,
     Row,
     Staging,
@@ -153,7 +154,7 @@ def model_of(
         source.check(decoder_of(config))
         weights = load(source, plan, tiers, CPU, packing=packing)
     backend = KernelBackend(decoder_of(config), weights, accesses, shape.positions)
-    step = DecodeStep(backend.with_buffers(None, batch), cache, shape, accesses["attention"])
+    step = DecodeStep(backend.with_buffers(batch), cache, shape, accesses["attention"])
     return backend, cache, step
 
 
@@ -169,12 +170,12 @@ def test_a_slot_is_read_where_the_gpu_that_computes_is(monkeypatch: pytest.Monke
         assert blocks.is_meta and blocks.shape == (2, shape.layer_bytes)
 
 
-def staging(backend: KernelBackend) -> Staging:
-    """All matrices, through a ring that holds two of them."""
-    ring = 2 * max(staged_bytes(matrix) for matrix in backend.matrices.values())
+def staging(backend: KernelBackend, *, early: bool = False) -> Staging:
+    """All matrices, through a ring that holds two of them, or with `early` all."""
     names = [one.name for one in backend.order if staged_bytes(backend.matrices[one.name])]
-    room = torch.empty(ring, dtype=torch.uint8)
-    return Staging(backend.matrices, names, room, together=1, early=False)
+    sizes = [staged_bytes(backend.matrices[name]) for name in names]
+    room = torch.empty(sum(sizes) if early else 2 * max(sizes), dtype=torch.uint8)
+    return Staging(backend.matrices, names, room, together=1, early=early)
 
 
 @torch.no_grad()
@@ -210,7 +211,7 @@ def test_prompts_and_steps(
     prompts = [torch.randint(3, 203, (n,), generator=generator).tolist() for n in (70, 9)]
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     prefill = Prefill(
-        backend.with_buffers(staging(backend), 128 + 2, logits=False),
+        backend.with_buffers(128 + 2, PassStaging(staging(backend)), logits=False),
         cache,
         shape,
         torch.empty(ROOM, dtype=torch.uint8),
@@ -304,7 +305,7 @@ def test_quantized_weights(
     backend, cache, rows = model_of(tmp_path, 2)
     monkeypatch.setattr(products.Products, "kernel_for", lambda *_: "splitk")
     room = torch.empty(ROOM, dtype=torch.uint8)
-    with_room = backend.with_buffers(staging(backend), 128 + 2, logits=False)
+    with_room = backend.with_buffers(128 + 2, PassStaging(staging(backend)), logits=False)
     prefill = Prefill(with_room, cache, KVShape(1, 64, 128), room, 128)
     prompt = torch.randint(3, 203, (9,), generator=torch.Generator().manual_seed(1)).tolist()
     assert cache.reserve(0, len(prompt) + 3)
@@ -369,7 +370,7 @@ def test_prompts_go_on_alike_in_any_tier(
     assert cache.counts == (1, 1)
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     prefill = Prefill(
-        backend.with_buffers(None, 128, logits=False), cache, shape,
+        backend.with_buffers(128, logits=False), cache, shape,
         torch.empty(room, dtype=torch.uint8), 128,
     )  # fmt: skip
     prompt = torch.randint(3, 203, (110,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -424,7 +425,7 @@ def begun(path: Path, prompts: list[list[int]]) -> tuple[DecodeStep, KVCache, li
     backend, cache, rows = model_of(path, 2)
     shape = KVShape(backend.model.config.num_kv_heads, backend.model.config.head_dim, 128)
     room = torch.empty(ROOM, dtype=torch.uint8)
-    prefill = Prefill(backend.with_buffers(None, 128 + 2, logits=False), cache, shape, room, 128)
+    prefill = Prefill(backend.with_buffers(128 + 2, logits=False), cache, shape, room, 128)
     for slot, prompt in enumerate(prompts):
         assert cache.reserve(slot, len(prompt) + NEW)
     cache.flush()

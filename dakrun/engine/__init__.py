@@ -48,7 +48,15 @@ from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import gpu_errors
 from dakrun.engine.sampler import noise, request_seed, sample
-from dakrun.engine.staging import RingSpan, Staging, StagingRing, grouped, ring_spans, staged_bytes
+from dakrun.engine.staging import (
+    PassStaging,
+    RingSpan,
+    Staging,
+    StagingRing,
+    grouped,
+    ring_spans,
+    staged_bytes,
+)
 from dakrun.engine.step import Accepted, Row, Step
 from dakrun.engine.swap import SwapSpace, swap_beats_recompute
 
@@ -67,6 +75,7 @@ __all__ = [
     "KernelBackend",
     "Lengths",
     "MaskWriter",
+    "PassStaging",
     "Prefill",
     "ReferenceRunner",
     "RingSpan",

@@ -5,7 +5,6 @@ Knows which plans the kernels can run, and how they read each tier under a plan.
 
 import bisect
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -19,7 +18,7 @@ from dakrun.engine.kv_layout import RowLayout
 from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
-from dakrun.engine.staging import Staging, staged_bytes
+from dakrun.engine.staging import PassStaging, Staging, staged_bytes
 from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import Card, HardwareProfile
 from dakrun.kernels import Variant, variants
@@ -35,6 +34,7 @@ from dakrun.plan import (
     Links,
     OpPlan,
     Plan,
+    StepCosts,
     kv_positions,
     kv_staging_bytes,
     pass_tokens,
@@ -43,6 +43,7 @@ from dakrun.plan import (
 )
 from dakrun.weights.loading import OnLoad, Packing, Tensors, load, unreadable
 
+MOST_TOKENS = 1 << 20  # of a pass, in the search for those that stage experts
 SPLITK_ROWS = [ROWS_PER_BLOCK * tiles for tiles in SPLITK_X_TILES]  # maximum rows of X by variant
 
 
@@ -114,22 +115,16 @@ def build_runner(
     torch.cuda.empty_cache()  # return the temporary memory of loading to the driver
     positions = shape.blocks * KV_BLOCK
     backend = KernelBackend(decoder_of(model), weights, accesses, positions)
-    staging = _staging(plan, backend)
-    step = DecodeStep(
-        backend.with_buffers(staging["steps"], cache.slots), cache, shape, accesses["attention"]
-    )
+    steps, prompts = _stagings(plan, backend)
+    step = DecodeStep(backend.with_buffers(cache.slots, steps), cache, shape, accesses["attention"])
     chunk_tokens = plan.prefill.chunk_tokens
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
     remote = cache.spill_blocks or any(cache.counts[1:])
     room = torch.empty(staged if remote else 0, dtype=torch.uint8, device=device)
     tokens = pass_tokens(plan.workload, chunk_tokens)
-    passes = backend.with_buffers(
-        staging["prompts"], tokens + cache.slots, logits=False, prompts=True
-    )
-    few_tokens = _few_tokens(plan)
-    few = None if few_tokens is None else (passes.staged_by(staging["few"]), few_tokens)
-    prompts = Prefill(passes, cache, shape, room, chunk_tokens, few)
-    return GraphRunner(step, prompts, cache, shape, _expert_copies(plan, backend))
+    passes = backend.with_buffers(tokens + cache.slots, prompts, logits=False, prompts=True)
+    prefill = Prefill(passes, cache, shape, room, chunk_tokens)
+    return GraphRunner(step, prefill, cache, shape, _expert_copies(plan, backend))
 
 
 def _reference_runner(
@@ -166,43 +161,40 @@ def _kernels(plan: Plan, device: torch.device) -> list[Variant]:
     )  # fmt: skip
 
 
-def _staging(plan: Plan, backend: KernelBackend) -> dict[str, Staging | None]:
-    """Staging of decode "steps", of "prompts", and of "few" tokens of these, through one ring.
-
-    Of few tokens experts stay where they are. None where nothing is staged.
-    """
+def _stagings(plan: Plan, backend: KernelBackend) -> tuple[PassStaging, PassStaging]:
+    """What decode steps stage, and what passes of prompts stage, through one ring."""
     matrices, prefill = backend.matrices, plan.prefill
     remote = {
         one.name: plan.op(one.op) for one in backend.order if staged_bytes(matrices[one.name])
     }
-    most = prefill.chunk_tokens
-    prompts = [name for name, op in remote.items() if prefill.stages(op.op.with_rows(most))]
-    names = {
-        "steps": [name for name, op in remote.items() if op.transport == "staged"],
-        "prompts": prompts,
-        "few": [name for name in prompts if not remote[name].op.chances],
-    }
-    sizes = [staged_bytes(matrices[name]) for name in {*names["steps"], *prompts}]
+    largest, few_tokens = prefill.chunk_tokens, _few_tokens(plan)
+    steps = [name for name, op in remote.items() if op.transport == "staged"]
+    prompts = [name for name, op in remote.items() if prefill.stages(op.op.with_rows(largest))]
+    sizes = [staged_bytes(matrices[name]) for name in {*steps, *prompts}]
     ring = torch.empty(
         ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device
     )
     together = min(STAGED_TOGETHER, ring.numel() // RING_GROUPS)
-    staging = partial(Staging, matrices, ring=ring, together=together)
-    return {
-        passes: staging(staged=staged, early=passes == "steps") if staged else None
-        for passes, staged in names.items()
-    }
+
+    def staging(names: list[str], early: bool) -> PassStaging:
+        few = [name for name in names if not remote[name].op.chances]
+        most = Staging(matrices, names, ring, together=together, early=early) if names else None
+        if few == names:
+            return PassStaging(most, most)
+        some = Staging(matrices, few, ring, together=together, early=early) if few else None
+        return PassStaging(most, some, few_tokens)
+
+    return staging(steps, early=True), staging(prompts, early=False)
 
 
-def _few_tokens(plan: Plan) -> int | None:
-    """Tokens of the largest pass of prompts that stages no experts; None if no pass stages any."""
-    prefill, most = plan.prefill, plan.prefill.chunk_tokens
+def _few_tokens(plan: Plan) -> int:
+    """Tokens of the largest pass that stages no experts, even where larger ones do."""
     experts = [op.op for op in plan.ops if op.op.chances and op.remote_bytes]
 
     def staged(tokens: int) -> bool:
-        return any(prefill.stages(op.with_rows(tokens)) for op in experts)
+        return any(op.with_rows(tokens).can_be_staged for op in experts)
 
-    return bisect.bisect_left(range(1, most), True, key=staged) if staged(most) else None
+    return bisect.bisect_left(range(1, MOST_TOKENS), True, key=staged) if experts else 0
 
 
 def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
@@ -230,7 +222,8 @@ def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
 def tier_accesses(plan: Plan, card: Card) -> dict[str, tuple[TierAccess, ...]]:
     """How kernels on `card` read each of the plan's tiers, by op, the local tier first.
 
-    A staged part is read from HBM, by SMs in proportion to its bytes.
+    A staged part is read from HBM, by SMs in proportion to its bytes. Of staged experts it says how
+    steps of few rows read them, which do not stage them.
     """
     return {op.op.name: (TierAccess(), *_remote(plan, op, card)) for op in plan.ops}
 
@@ -252,6 +245,10 @@ def direct_accesses(
 def _remote(plan: Plan, op: OpPlan, card: Card) -> list[TierAccess]:
     """How kernels read the remote tiers of `op`."""
     names, total = plan.tiers[1:], op.op.layers * op.op.resident_bytes
+    if op.transport == "staged" and op.op.chances:
+        costs = StepCosts(plan.model, plan.workload, plan.profile, names)
+        op_sms = costs.placed(op.op, op.placement, "direct").sms
+        return direct_accesses(plan.profile, names, op_sms[1:], card)
     if op.transport == "direct":
         return direct_accesses(plan.profile, names, op.sms[1:], card)
     shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]

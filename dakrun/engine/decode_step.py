@@ -14,6 +14,7 @@ import torch
 
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.staging import PassStaging
 from dakrun.engine.step import Step
 from dakrun.geometry import MAX_GROUP_HEADS
 from dakrun.kernels import SAMPLING_WORDS, select_token, store_kv
@@ -167,7 +168,7 @@ class DecodeStep:
         Matrices are not staged. An op's launches may be repeated, to time them alone. With
         `leave_out` they are those of the ops that have this part, without it.
         """
-        n, backend = sum(bucket), self.backend.staged_by(None)
+        n, backend = sum(bucket), self.backend.staged_by(PassStaging())
         backend.expert_use = None  # the tokens are no request's
         self.cascades = False
         recorder = _Recorder(backend, leave_out)

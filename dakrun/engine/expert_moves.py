@@ -31,7 +31,8 @@ class ExpertMoves:
     """Exchanges of experts by the counts of `use`, up to `together` pairs at a time.
 
     So far `exchanged` pairs were exchanged, `nbytes` bytes in all. Only experts whose matrices
-    lie in one piece, in one tier, move. `exchange` moves them, by default in plain torch.
+    lie in one piece, in one tier, move. `exchange` moves them, by default in plain torch. `away`
+    says whether an expert lies away from its stack index.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ExpertMoves:
         self._together, self._moving = together, list[Iterator[bool]]()
         self._tiers = [tiers_of_stack(mixture, matrices) for mixture in use.mixtures]
         self.exchanged = self.nbytes = 0
+        self.away = False
 
     def between_steps(self, *, settle: bool = False) -> None:
         """Go on with pairs that are due; look for more if WINDOW decode steps have passed.
@@ -59,11 +61,12 @@ class ExpertMoves:
         self._look()
         while self._due and len(self._moving) < self._together:
             self._moving.append(self._counting(*self._due.popleft()))
-        away = True
-        while away:
+        while True:
             states = [(one, next(one, None)) for one in self._moving]
             self._moving = [one for one, state in states if state is not None]
-            away = settle and any(state for _, state in states)
+            self.away = any(state for _, state in states)
+            if not (settle and self.away):
+                return
 
     @property
     def moving(self) -> bool:

@@ -124,10 +124,6 @@ class GraphRunner:
         """Start a step in the smallest bucket that holds all decode rows."""
         self.cache.flush()
         rows, prompts = step
-        if self._moves and self._copies and self.moves_experts:
-            settle = bool(prompts) and self._prefill.stages_experts
-            self._copies.allow(None if settle else self._step_s)
-            self._moves.between_steps(settle=settle)
         if self.expert_use is not None:
             self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
@@ -140,11 +136,13 @@ class GraphRunner:
         ended = [row for row in prompts if row.wanted]
         drafting = self._drafts(step, bucket, len(ended))
         width = drafting.widths[bucket] if drafting else 1
+        tokens_in = sum(bucket) * width + sum(row.length for row in prompts)
+        self._move_experts(tokens_in, prompts=bool(prompts))
         chosen = scores = None
         if prompts:
             self._sampling.begin(ended)
         else:
-            self.graphs.fill()
+            self.graphs.fill(tokens_in)
         if drafting:
             drafting.limit(rows, self._masks.forced())
         start.record()
@@ -223,6 +221,20 @@ class GraphRunner:
         if self._copies:
             self._copies.finish()
 
+    def _move_experts(self, tokens: int, *, prompts: bool) -> None:
+        """Go on with exchanges of experts before a pass of `tokens` tokens, maybe of `prompts`.
+
+        The first copies for a step that stages experts are made in such a step before it, so none
+        move between the two.
+        """
+        if not (self._moves and self._copies and self.moves_experts):
+            return
+        stages = self._prefill.stages_experts if prompts else self._backend.stagings.has_experts
+        if (settle := stages(tokens)) and not (prompts or self._moves.away):
+            return
+        self._copies.allow(None if settle else self._step_s)
+        self._moves.between_steps(settle=settle)
+
     def _drafts(self, step: Step, bucket: Bucket, ends: int) -> VerifyStep | None:
         """The runner's steps with drafts, if `step` is one; `ends` of its prompts end in it."""
         verify = self._verify
@@ -244,7 +256,7 @@ class GraphRunner:
         The rows may be `drafting`. Returns logits and next tokens: those of the bucket's rows, then
         those of `ended`; and the last layer's output after the tokens of `parts`.
         """
-        self.graphs.filled = False
+        self.graphs.filled = None
         n, decode = sum(bucket), self._decode
         if drafting:
             rows = drafting.draft(bucket)

@@ -16,7 +16,7 @@ import torch
 from dakrun.engine.expert_copies import ExpertTables
 from dakrun.engine.expert_use import DECODE, PROMPTS, ExpertUse
 from dakrun.engine.norms_between import NormsBetween
-from dakrun.engine.staging import Staging
+from dakrun.engine.staging import PassStaging, Staging
 from dakrun.hardware import LOCAL
 from dakrun.kernels import HeadNorms, embed, normalize, normalize_heads
 from dakrun.kernels.experts.dispatch import Choices, ExpertProducts
@@ -30,6 +30,9 @@ from dakrun.models.functional import rope_table
 from dakrun.models.modules import Attention, Embedding, Linear, Norm
 from dakrun.models.operands import Operand
 from dakrun.weights.loading import Weights
+
+# Each matrix of a pass, its remote rows in a ring if they are staged, and how kernels read it.
+Operands = dict[str, tuple[TieredMatrix, tuple[TierAccess, ...]]]
 
 
 class KernelBackend:
@@ -49,7 +52,8 @@ class KernelBackend:
         self.model = model
         self.matrices: Mapping[str, TieredMatrix] = weights.matrices
         assert all(matrix.for_kernels for matrix in self.matrices.values()), "weights are packed"
-        self.staging: Staging | None = None
+        self.stagings = PassStaging()
+        self.staging: Staging | None = None  # of this pass
         self.like = next(iter(weights.resident.values()))  # for the dtype and the device
         self._vectors, self._accesses = weights.resident, accesses
         # The modules of a pass that may be staged, in the order of their use.
@@ -88,7 +92,8 @@ class KernelBackend:
         self._buffers: dict[str, torch.Tensor] = {}
         self._logits: torch.Tensor | None = None  # lent for those of this pass
         self._pdl = False  # whether the next product may launch with PDL
-        self._operands = self._read_by(None)
+        self._operands_by: dict[Staging | None, Operands] = {None: self._read_by(None)}
+        self._operands = self._operands_by[None]
         self.rotations = None
         if any(attention.rotary for attention in model.attentions):
             table = torch.stack(rope_table(model.config, positions, torch.float32), -1)
@@ -98,27 +103,34 @@ class KernelBackend:
             self.rotations = table.to(self.like.device)
 
     def with_buffers(
-        self, staging: Staging | None, rows: int, *, logits: bool = True, prompts: bool = False
+        self,
+        rows: int,
+        stagings: PassStaging | None = None,
+        *,
+        logits: bool = True,
+        prompts: bool = False,
     ) -> "KernelBackend":
-        """A copy of this backend whose matrices are staged by `staging`.
+        """A copy of this backend whose matrices are staged by `stagings`, or not at all.
 
         Passes of up to `rows` tokens write to buffers that stay allocated: CUDA graphs need them,
         and the memory used does not depend on the order of passes. Without `logits` there is no
         such buffer for the logits. Experts are counted as those of decode steps, or of steps with
         `prompts`.
         """
-        found = self.staged_by(staging)
+        found = self.staged_by(stagings or PassStaging())
         found._kind = PROMPTS if prompts else DECODE
         found._kept = self._allocate(rows, logits=logits)
         found._experts = found._expert_products(rows)
         found._norms = self._norms.with_rows(rows)
         return found
 
-    def staged_by(self, staging: Staging | None) -> "KernelBackend":
-        """A copy with the same kept buffers whose matrices `staging` stages; None: nothing is."""
+    def staged_by(self, stagings: PassStaging) -> "KernelBackend":
+        """A copy with the same kept buffers, for passes whose matrices `stagings` stages."""
         found = copy.copy(self)
-        found.staging, found._buffers = staging, {}
-        found._operands = self._read_by(staging)
+        found.stagings, found.staging, found._buffers = stagings, None, {}
+        found._operands_by = {
+            staging: self._read_by(staging) for staging in {stagings.most, stagings.few}
+        }
         return found
 
     def for_logits(self) -> "KernelBackend":
@@ -126,7 +138,7 @@ class KernelBackend:
 
         They are written to the largest of the kept buffers that hold nothing then.
         """
-        found, width = self.staged_by(None), self.model.head.width
+        found, width = self.staged_by(PassStaging()), self.model.head.width
         idle = max((kept for op, kept in self._kept.items() if op != "x"), key=torch.numel)
         if (rows := idle.numel() // width) == 0:
             idle, rows = self.like.new_empty(1, width), 1
@@ -152,6 +164,8 @@ class KernelBackend:
         self._logits = logits
         kept = self._kept and n <= self.rows
         self._buffers = self._kept if kept else self._allocate(n)
+        self.staging = self.stagings.of(n)
+        self._operands = self._operands_by[self.staging]
         if self.staging:
             self.staging.begin()
 
@@ -325,9 +339,7 @@ class KernelBackend:
             return self._buffers[linear.op][:n]
         return self.like.new_empty(n, linear.width)
 
-    def _read_by(
-        self, staging: Staging | None
-    ) -> dict[str, tuple[TieredMatrix, tuple[TierAccess, ...]]]:
+    def _read_by(self, staging: Staging | None) -> Operands:
         """Each matrix, its remote rows in the ring where it is staged, and how kernels read it."""
         found = {}
         for matrix in self.model.matrices():

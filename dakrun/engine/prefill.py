@@ -29,8 +29,6 @@ class Prefill:
     """Runs prompts of a model whose slots are in `cache`, in passes of up to `chunk_tokens`.
 
     `room`, uint8 in HBM, holds keys and values of remote slots until they are copied to the slots.
-    `few` is a backend with the same buffers that stages no experts, and the most tokens of a pass
-    that runs on it.
     """
 
     def __init__(
@@ -40,9 +38,8 @@ class Prefill:
         shape: KVShape,
         room: torch.Tensor,
         chunk_tokens: int,
-        few: tuple[KernelBackend, int] | None = None,
     ) -> None:
-        self.chunk_tokens, self._few = chunk_tokens, few
+        self.chunk_tokens = chunk_tokens
         self._backend, self._cache, self._shape = backend, cache, shape
         self._scoring: KernelBackend | None = None  # for the head alone, which nothing stages
         self._heads = backend.like.new_empty(backend.rows, backend.model.config.q_size)
@@ -61,8 +58,7 @@ class Prefill:
         layer's output [T, H] after all tokens of `parts`, for `scores`.
         """
         n = len(rows.ids) if rows else 0
-        backend = self._backend_of(n + sum(row.length for row in parts))
-        device = backend.like.device
+        backend, device = self._backend, self._backend.like.device
         spans = [torch.arange(row.start, row.start + row.length) for row in parts]
         positions = upload(torch.cat(spans).int(), device)
         tokens = [token for row in parts for token in row.tokens]
@@ -90,13 +86,9 @@ class Prefill:
         """Tokens of the largest pass, those of rows included."""
         return self._backend.rows
 
-    @property
-    def stages_experts(self) -> bool:
-        """Whether passes may read copies of experts; then each expert has to lie at its index."""
-        return self._few is not None
-
-    def _backend_of(self, tokens: int) -> KernelBackend:
-        return self._few[0] if self._few and tokens <= self._few[1] else self._backend
+    def stages_experts(self, tokens: int) -> bool:
+        """Whether a pass of `tokens` tokens reads copies of experts."""
+        return self._backend.stagings.has_experts(tokens)
 
     def scores(self, step: Step, hidden: torch.Tensor) -> Scores:
         """Start to compute the log-probabilities of a step's `scored` tokens, from `logits`."""

@@ -223,6 +223,27 @@ class Staging(StagingRing):
         return name in self._first
 
 
+@dataclass(frozen=True)
+class PassStaging:
+    """What a pass stages, by its tokens: up to `few_tokens` of them `few`, else `most`.
+
+    Passes of few tokens choose some of the experts, and read these where they lie; larger ones read
+    nearly all. So `few` has no experts; it is `most` if that has none either. None: nothing.
+    """
+
+    most: Staging | None = None
+    few: Staging | None = None
+    few_tokens: int = 0
+
+    def of(self, tokens: int) -> Staging | None:
+        """What a pass of `tokens` tokens stages."""
+        return self.few if tokens <= self.few_tokens else self.most
+
+    def has_experts(self, tokens: int) -> bool:
+        """Whether a pass of `tokens` tokens stages experts; each has to lie at its index then."""
+        return self.of(tokens) is not self.few
+
+
 def grouped(sizes: Sequence[int], together: int) -> list[list[int]]:
     """Indexes of `sizes` in groups of neighbours, of up to `together` bytes or a single size."""
     groups, held = list[list[int]](), 0

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from dakrun.engine.decode_step import Bucket, DecodeStep
+from dakrun.engine.staging import Staging
 from dakrun.engine.verify_step import VerifyStep
 from dakrun.kernels.runtime import capture, edge_kinds, graph_edges, programmatic_lead
 
@@ -23,7 +24,7 @@ class StepGraphs:
 
     `plain` and `verifying`, those with drafts, are captured ahead; `cascades`, those of rows that
     share prefixes, once there are such rows. The first matrices of a step are staged by the step
-    before: `filled` says whether the ring holds them.
+    before, if that stages the same ones: `filled` says whose first matrices the ring holds.
     """
 
     def __init__(self, step: DecodeStep, buckets: Sequence[Bucket]) -> None:
@@ -33,34 +34,36 @@ class StepGraphs:
         self.plain: Graphs = {}
         self.cascades: Graphs = {}
         self.verifying: Graphs = {}
-        self.filled = False
-        self.fill()
+        self.filled: Staging | None = None
         step.prepare(buckets)
         step.cascades = True
+        self.fill(sum(buckets[-1]))
         step.run(buckets[-1])
         step.cascades = False
         for bucket in reversed(buckets):
+            self.fill(sum(bucket))
             step.run(bucket)  # compiles its kernels
             self.plain[bucket] = capture(partial(step.run, bucket), self._pool)
             self._check(bucket)
-        self.filled = False
+        self.filled = None
 
-    def fill(self) -> None:
-        """Stage the first matrices of the next step, unless the step before has done so."""
-        if self._backend.staging and not self.filled:
-            self._backend.staging.fill()
-        self.filled = True
+    def fill(self, tokens: int) -> None:
+        """Stage the first matrices of a step of `tokens` tokens, unless the step before has."""
+        staging = self._backend.stagings.of(tokens)
+        if staging and staging is not self.filled:
+            staging.fill()
+        self.filled = staging
 
     def add_drafts(self, verify: VerifyStep) -> None:
         """Capture the steps of `verify`; rows must be idle."""
-        self.filled = False
-        self.fill()
+        self.filled = None
         for bucket in reversed(self._buckets):
             if bucket in verify.widths:
                 run = partial(verify.run, bucket)
+                self.fill(verify.tokens(bucket))
                 run()  # compiles its kernels
                 self.verifying[bucket] = capture(run, self._pool)
-        self.filled = False
+        self.filled = None
 
     def replay(self, bucket: Bucket) -> None:
         """Launch a step without drafts of the rows of `bucket`."""
@@ -84,7 +87,8 @@ class StepGraphs:
     def _check(self, bucket: Bucket) -> None:
         """Check that launches overlap as far as they may, and no further."""
         # Edges to and from copies of staged matrices and torch's kernels are not programmatic.
-        if self._backend.staging or self._backend.kernel_for(sum(bucket)) == "torch":
+        stages = self._backend.stagings.of(sum(bucket)) is not None
+        if stages or self._backend.kernel_for(sum(bucket)) == "torch":
             return
         pdl, others = edge_kinds(self.plain[bucket])
         minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers

@@ -66,7 +66,7 @@ class VerifyStep:
             tokens = max(sum(bucket) * width for bucket, width in self.widths.items())
             self._buffers = DraftBuffers(rows, self.width, shape, group, device)
             self.backend = step.backend.with_buffers(
-                step.backend.staging, tokens + min(PROMPT_ENDS, cache.slots)
+                tokens + min(PROMPT_ENDS, cache.slots), step.backend.stagings
             )
             self._heads = step.backend.like.new_zeros(tokens, config.q_size)
             self.chosen = torch.zeros(tokens, dtype=torch.int32, device=device)

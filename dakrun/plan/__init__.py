@@ -17,6 +17,7 @@ from dakrun.plan.footprint import (
     pass_tokens,
 )
 from dakrun.plan.keywords import Keywords, RunKeywords, run_options
+from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import (
     Op,
     attention_op,
@@ -71,6 +72,7 @@ __all__ = [
     "RunForecast",
     "RunKeywords",
     "RunOptions",
+    "StepCosts",
     "Strategy",
     "Transport",
     "attention_op",

@@ -98,9 +98,9 @@ class StepCosts:
     def placed(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
         """`op` with the given units per layer and tier, its SMs and its time.
 
-        Only matrices with remote units are staged; slots and rows of a table are read directly.
+        Only what has remote units and `can_be_staged` is staged.
         """
-        if op.category != "linear" or not any(sum(counts[1:]) for counts in placement):
+        if not op.can_be_staged or not any(sum(counts[1:]) for counts in placement):
             transport = "direct"
         key = op.name, placement, transport
         if key not in self._placed:
@@ -109,9 +109,8 @@ class StepCosts:
 
     def _cost(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
         profile, remote, compute = self.profile, self.remote, self.compute[op.name]
-        times = {
-            counts: self.roofline(op, op.tier_reads(counts), transport) for counts in set(placement)
-        }
+        reads = op.tier_bytes if transport == "staged" else op.tier_reads
+        times = {counts: self.roofline(op, reads(counts), transport) for counts in set(placement)}
         bounds = tuple(max(times[counts]) for counts in placement)
         sms: Counts = (profile.sms, *(0 for _ in remote))
         if transport == "direct":  # staged bytes are read from the local tier, by all SMs
@@ -164,7 +163,7 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
     for tier, name in enumerate(links.direct):
         needed = {"direct": 0.0, "staged": 0.0}
         for op in ops:
-            if tier and op.op.category == "linear":
+            if tier and (op.op.category == "linear" or op.is_copied):
                 rates = links.staged if op.transport == "staged" else links.direct
                 needed[op.transport] += op.read_bytes(tier) / rates[name]
         seconds += min(needed.values())

@@ -39,8 +39,15 @@ class PlacedOp:
         """Share of all layers' bytes that each tier keeps."""
         return tuple(n / (self.op.layers * self.op.resident_bytes) for n in self._tier_bytes)
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether a step copies all remote bytes ahead of their use."""
+        return self.transport == "staged" and self.op.can_be_staged
+
     def read_bytes(self, tier: int) -> float:
-        """Bytes that a decode step reads from the plan's tier number `tier`."""
+        """Bytes that a decode step reads from the plan's tier number `tier`, or copies from it."""
+        if tier and self.is_copied:
+            return self.resident_bytes(tier)
         if self.op.chances:
             return sum(
                 n * self.op.tier_reads(of)[tier] for of, n in Counter(self.placement).items()

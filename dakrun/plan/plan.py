@@ -13,9 +13,6 @@ from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.roofline import STAGED_TOGETHER, Regime
 
-# Share of the bytes of experts that a pass reads, at least, if all remote ones are to be staged:
-# direct reading of host memory reaches so much of the copy engine's rate (51 of 55 GB/s).
-STAGED_EXPERTS = 0.9
 SPARE_BYTES, MOST_SPARE = 64 << 20, 8  # room in HBM for experts that move: one, or more up to these
 RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
 
@@ -81,11 +78,7 @@ class PrefillPlan:
 
         In staged passes, matrices are copied, and experts if nearly all of them are read.
         """
-        if self.transport == "direct":
-            return False
-        if one.category == "experts":
-            return one.read_bytes >= STAGED_EXPERTS * one.resident_bytes
-        return one.category == "linear"
+        return self.transport == "staged" and one.can_be_staged
 
 
 @dataclass(frozen=True, kw_only=True)

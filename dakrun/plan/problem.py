@@ -194,7 +194,7 @@ class Problem:
 
     def lines(self, op: Op) -> tuple[Line, ...]:
         """Lower bounds of the time of all layers of `op`, by its ratio in every tier."""
-        if len(self.tiers) == 2 and not op.chances:
+        if len(self.tiers) == 2 and len(op.classes) == 1:
             return self.curves[op.name].lines
         read, floor = op.layers * op.read_bytes, op.layers * self._floor(op)
         return tuple(
@@ -258,7 +258,7 @@ class Problem:
         links, staged = self.costs.links, self.transport == "staged"
         local = op.read_bytes / links.direct[LOCAL]
         remote, beyond = self.costs.remote, None
-        if op.category == "linear" and self.transport is None:
+        if op.can_be_staged and len(op.classes) == 1 and self.transport is None:
             beyond = max(links.rate(remote, staged=by) for by in (False, True))
         return Curve(
             resident=op.layers * op.resident_bytes,

@@ -44,7 +44,7 @@ def limit_s(plan: Plan, links: Links, expert_reads: Reads | None = None) -> floa
     link_s = dict.fromkeys(range(1, len(plan.tiers)), 0.0)
     for op in plan.ops:
         ops_s += _op_s(op, links, reads)
-        rates = links.staged if op.transport == "staged" else links.direct
+        rates = links.staged if op.is_copied else links.direct
         for tier in link_s:
             if nbytes := _read_bytes(op, tier, reads):
                 link_s[tier] += nbytes / rates[plan.tiers[tier]]
@@ -52,19 +52,20 @@ def limit_s(plan: Plan, links: Links, expert_reads: Reads | None = None) -> floa
 
 
 def _read_bytes(op: OpPlan, tier: int, reads: Reads) -> float:
-    """Bytes that a step reads of an op in a tier, those of experts as `reads` says."""
-    if op.op.name in reads:
+    """Bytes that a step reads of an op in a tier, or copies from it; of experts as `reads` says."""
+    if op.op.name in reads and not (tier and op.is_copied):
         return sum(of[tier] for of in reads[op.op.name])
     return op.read_bytes(tier)
 
 
 def _op_s(op: OpPlan, links: Links, reads: Reads) -> float:
     """Seconds of an op in all layers, one after the other."""
-    read = op.op.read_bytes
-    if op.op.name in reads:
-        parts = [(sum(of), 1, [n / sum(of) for n in of]) for of in reads[op.op.name]]
-    elif op.transport == "staged":
-        return op.op.layers * read / links.direct[LOCAL]
+    read, measured = op.op.read_bytes, reads.get(op.op.name)
+    if op.is_copied:
+        nbytes = sum(map(sum, measured)) if measured else op.op.layers * read
+        return nbytes / links.direct[LOCAL]
+    if measured:
+        parts = [(sum(of), 1, [n / sum(of) for n in of]) for of in measured]
     else:
         parts = [(read, layers, op.op.read_shares(counts))
                  for counts, layers in Counter(op.placement).items()]  # fmt: skip
