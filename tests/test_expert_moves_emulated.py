@@ -102,6 +102,23 @@ def run(engine: Engine) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def moving_soon(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, late: bool
+) -> tuple[Path, dict[str, tuple[int, ...]]]:
+    """A checkpoint, and the tokens of a run in which no expert is remote.
+
+    In later runs experts move soon, and in pieces; with `late` copies are made when waited for.
+    """
+    monkeypatch.setattr(expert_moves, "WINDOW", 4)
+    monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
+    monkeypatch.setattr(expert_copies, "LEAST_COPY", PIECE)
+    path = skewed(folder / "model")
+    wanted = run(engine_of(path, 0.0))
+    if late:
+        monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
+    return path, wanted
+
+
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tokens_are_those_of_experts_that_stay(
     late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,13 +127,7 @@ def test_tokens_are_those_of_experts_that_stay(
 
     At the end the local tier has the experts of most use, and every index the bytes of its expert.
     """
-    monkeypatch.setattr(expert_moves, "WINDOW", 4)
-    monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
-    monkeypatch.setattr(expert_copies, "LEAST_COPY", PIECE)
-    path = skewed(tmp_path / "model")
-    wanted = run(engine_of(path, 0.0))
-    if late:
-        monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
+    path, wanted = moving_soon(tmp_path, monkeypatch, late=late)
     check(path, wanted)
 
 
@@ -125,13 +136,7 @@ def test_steps_copy_experts_where_they_lie(
     late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full steps copy all remote experts ahead of their use; those of one row let them move."""
-    monkeypatch.setattr(expert_moves, "WINDOW", 4)
-    monkeypatch.setattr(expert_moves, "SIGNIFICANT", 1.0)
-    monkeypatch.setattr(expert_copies, "LEAST_COPY", PIECE)
-    path = skewed(tmp_path / "model")
-    wanted = run(engine_of(path, 0.0))
-    if late:
-        monkeypatch.setattr(expert_copies, "CopyStream", LateStream)
+    path, wanted = moving_soon(tmp_path, monkeypatch, late=late)
     engine = engine_of(path, 0.5, stages=True)
     runner = engine.runner
     assert isinstance(runner, GraphRunner) and runner._moves

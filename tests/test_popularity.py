@@ -493,9 +493,7 @@ def test_steps_that_read_nearly_all_experts_copy_them() -> None:
         assert (one.transport, other.transport, few.op(name).transport) == (
             "staged", "direct", "direct",
         )  # fmt: skip
-        assert (
-            one.is_copied and one.read_bytes(1) == one.remote_bytes
-        )
+        assert one.is_copied and one.read_bytes(1) == one.remote_bytes
         assert sum(one.predicted_s) == pytest.approx(one.remote_bytes / host.staged_bytes_per_s)
         assert one.read_at(1, 8) < 0.5 * one.remote_bytes < 0.51 * one.read_at(1, 64)
     assert staged.predicted_s < direct.predicted_s
