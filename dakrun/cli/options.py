@@ -269,7 +269,8 @@ _policy_options = together(
     choice_option(
         "--transport",
         choices=TRANSPORTS,
-        help="Read remote tiers in place (direct), or copy them to HBM ahead of use (staged).",
+        help="Read remote tiers in place (direct), or copy them to HBM ahead of use (staged); a "
+        "step copies experts only if it reads nearly all of them.",
     ),
     option(
         "--remote",

@@ -169,7 +169,11 @@ def _stagings(plan: Plan, backend: KernelBackend) -> tuple[PassStaging, PassStag
     }
     largest, few_tokens = prefill.chunk_tokens, _few_tokens(plan)
     steps = [name for name, op in remote.items() if op.transport == "staged"]
-    prompts = [name for name, op in remote.items() if prefill.stages(op.op.with_rows(largest))]
+    prompts = [
+        name
+        for name, op in remote.items()
+        if prefill.stages(op.op.with_rows(largest), op.shares[0])
+    ]
     sizes = [staged_bytes(matrices[name]) for name in {*steps, *prompts}]
     ring = torch.empty(
         ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device
@@ -188,11 +192,11 @@ def _stagings(plan: Plan, backend: KernelBackend) -> tuple[PassStaging, PassStag
 
 
 def _few_tokens(plan: Plan) -> int:
-    """Tokens of the largest pass that stages no experts, even where larger ones do."""
-    experts = [op.op for op in plan.ops if op.op.chances and op.remote_bytes]
+    """The most tokens of a pass that is too small to stage experts, where larger ones do."""
+    experts = [op for op in plan.ops if op.op.chances and op.remote_bytes]
 
     def staged(tokens: int) -> bool:
-        return any(op.with_rows(tokens).can_be_staged for op in experts)
+        return any(op.op.with_rows(tokens).can_be_staged(op.shares[0]) for op in experts)
 
     return bisect.bisect_left(range(1, MOST_TOKENS), True, key=staged) if experts else 0
 

@@ -225,12 +225,14 @@ class GraphRunner:
         """Go on with exchanges of experts before a pass of `tokens` tokens, maybe of `prompts`.
 
         The first copies for a step that stages experts are made in such a step before it, so none
-        move between the two.
+        move between the two. Before the first one all that are under way are completed.
         """
-        if not (self._moves and self._copies and self.moves_experts):
+        if not (self._moves and self._copies):
             return
         stages = self._prefill.stages_experts if prompts else self._backend.stagings.has_experts
-        if (settle := stages(tokens)) and not (prompts or self._moves.away):
+        settle = stages(tokens)
+        moves = self.moves_experts and (prompts or not settle)
+        if not (moves or (settle and self._moves.away)):
             return
         self._copies.allow(None if settle else self._step_s)
         self._moves.between_steps(settle=settle)

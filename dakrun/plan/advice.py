@@ -252,6 +252,9 @@ def busy_shares(plan: Plan) -> dict[str, float]:
         lines = links.lines(op.op.read_bytes, compute, staged=op.transport == "staged")
         for counts, layers in Counter(op.placement).items():
             ratios = op.op.read_shares(counts)
+            if op.is_copied:
+                copied = op.op.tier_bytes(counts)[1:]
+                ratios = [ratios[0], *(n / op.op.read_bytes for n in copied)]
             for name, line in lines.items():
                 seconds[name] += layers * line_time(line, ratios)
     busiest = sorted(seconds, key=lambda name: -seconds[name])

@@ -67,8 +67,10 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
         tuple(problem.costs.placed(op, placed[op.name], transport) for op in problem.costs.ops)
         for transport in transports
     ]
-    if len(options) > 1:
-        pairs = zip(*options, strict=True)
+    pairs = list(zip(*options, strict=True))
+    if problem.experts_alone:
+        options = [tuple(pair[pair[0].op.category == "experts"] for pair in pairs)]
+    elif len(options) > 1:
         options.append(tuple(min(pair, key=lambda op: sum(op.predicted_s)) for pair in pairs))
     candidate = min((_candidate(problem, ops) for ops in options), key=lambda c: c.total_s)
     _check_budgets(problem, candidate)

@@ -98,9 +98,10 @@ class StepCosts:
     def placed(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
         """`op` with the given units per layer and tier, its SMs and its time.
 
-        Only what has remote units and `can_be_staged` is staged.
+        Staged is only what has remote bytes, and of which a step may copy these.
         """
-        if not op.can_be_staged or not any(sum(counts[1:]) for counts in placement):
+        local = sum(op.shares(counts)[0] for counts in placement) / len(placement)
+        if local == 1 or not op.can_be_staged(local):
             transport = "direct"
         key = op.name, placement, transport
         if key not in self._placed:
@@ -109,7 +110,12 @@ class StepCosts:
 
     def _cost(self, op: Op, placement: tuple[Counts, ...], transport: Transport) -> PlacedOp:
         profile, remote, compute = self.profile, self.remote, self.compute[op.name]
-        reads = op.tier_bytes if transport == "staged" else op.tier_reads
+
+        def reads(counts: Counts) -> list[float]:
+            """Bytes that a layer reads of each tier, or copies from it."""
+            read = op.tier_reads(counts)
+            return [read[0], *op.tier_bytes(counts)[1:]] if transport == "staged" else read
+
         times = {counts: self.roofline(op, reads(counts), transport) for counts in set(placement)}
         bounds = tuple(max(times[counts]) for counts in placement)
         sms: Counts = (profile.sms, *(0 for _ in remote))
@@ -163,7 +169,7 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
     for tier, name in enumerate(links.direct):
         needed = {"direct": 0.0, "staged": 0.0}
         for op in ops:
-            if tier and (op.op.category == "linear" or op.is_copied):
+            if tier and op.op.category == "linear":
                 rates = links.staged if op.transport == "staged" else links.direct
                 needed[op.transport] += op.read_bytes(tier) / rates[name]
         seconds += min(needed.values())

@@ -21,7 +21,7 @@ from dakrun.units import ceil_div
 
 EXPERT_CLASSES = 16  # parts of an op's experts, by popularity, for which ratios are sought
 ALIKE = 1e-9  # chances that differ by less are the same
-# Share of the bytes of experts that a step reads, at least, if all remote ones are to be staged:
+# Share of the bytes of remote experts that a step reads, at least, if all of them are to be staged:
 # direct reading of host memory reaches so much of the copy engine's rate (51 of 55 GB/s).
 STAGED_EXPERTS = 0.9
 FEW_SLOTS, SLOT_PARTS = 4, 32  # slots that are not divided; parts of fewer, in all
@@ -137,15 +137,15 @@ class Op:
         ends = [self.reads_of(part / count) for part in range(count, -1, -1)]
         return tuple(first - second for first, second in itertools.pairwise(ends))
 
-    @property
-    def can_be_staged(self) -> bool:
-        """Whether a step may copy all remote bytes ahead of their use.
+    def can_be_staged(self, local: float = 0.0) -> bool:
+        """Whether a step may copy all remote bytes ahead of their use, a share `local` being local.
 
-        It may copy matrices, and experts of which it reads nearly all; slots and rows of a table
-        are read in place.
+        It may copy linear weights, and remote experts if it reads nearly all of them; slots and
+        rows of a table are read in place.
         """
         if self.category == "experts":
-            return self.read_bytes >= STAGED_EXPERTS * self.resident_bytes
+            read = (1 - self.reads_of(local)) * self.read_bytes
+            return read >= STAGED_EXPERTS * (1 - local) * self.resident_bytes
         return self.category == "linear"
 
     @property

@@ -14,7 +14,8 @@ class PlacedOp:
 
     `placement[layer][t]` units lie in the plan's tier number t; `bounds_s` and `predicted_s` are
     seconds per layer. `sms[t]` SMs read tier t. A part that is read directly and has none is
-    mixed: the local tier's SMs read it among their own.
+    mixed: the local tier's SMs read it among their own. Staged bytes are read by all SMs; steps of
+    few rows that read experts in place have SMs of their own for it (engine/build.py).
     """
 
     op: Op
@@ -41,8 +42,11 @@ class PlacedOp:
 
     @property
     def is_copied(self) -> bool:
-        """Whether a step copies all remote bytes ahead of their use."""
-        return self.transport == "staged" and self.op.can_be_staged
+        """Whether a step copies all remote bytes ahead of their use.
+
+        Steps of fewer rows than the plan's batch may read experts in place all the same.
+        """
+        return self.transport == "staged" and self.op.can_be_staged(self.shares[0])
 
     def read_bytes(self, tier: int) -> float:
         """Bytes that a decode step reads from the plan's tier number `tier`, or copies from it."""

@@ -29,7 +29,7 @@ def staging_bytes(ops: Iterable[PlacedOp], prefill: "PrefillPlan") -> int:
         if op.op.chances and op.remote_bytes:
             expert += op.op.resident_bytes // len(op.op.chances)
         one = op.op.with_rows(prefill.chunk_tokens) if op.op.chances else op.op
-        if op.transport == "staged" or prefill.stages(one):
+        if op.transport == "staged" or prefill.stages(one, op.shares[0]):
             staged.append(op)
     total = sum(op.remote_bytes for op in staged)
     largest = max((op.largest_remote_part for op in staged), default=0)
@@ -73,12 +73,13 @@ class PrefillPlan:
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
     transport: Transport = "direct"
 
-    def stages(self, one: Op) -> bool:
+    def stages(self, one: Op, local: float = 0.0) -> bool:
         """Whether all remote bytes of `one`, with the rows of a pass, are copied ahead of its read.
 
-        In staged passes, matrices are copied, and experts if nearly all of them are read.
+        A share `local` of its bytes is local. In staged passes linear weights are copied, and
+        remote experts if nearly all of them are read.
         """
-        return self.transport == "staged" and one.can_be_staged
+        return self.transport == "staged" and one.can_be_staged(local)
 
 
 @dataclass(frozen=True, kw_only=True)

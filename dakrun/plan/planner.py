@@ -138,13 +138,16 @@ def _narrowed(problem: Problem) -> Iterator[Problem]:
 
     The strategy auto tries greedy and uniform: the greedy minimises bounds, so that one ratio for
     all ops may have the better prediction. A fixed transport may need smaller staging buffers, or
-    none.
+    none; so may staging of experts alone, of which a layer's are smaller than a head.
     """
+    experts = any(op.category == "experts" and op.can_be_staged() for op in problem.costs.ops)
     strategies: tuple[Strategy, ...] = ("greedy", "uniform")
     transports: tuple[Transport | None, ...] = (None, "direct", "staged")
     for strategy in strategies if problem.strategy == "auto" else (problem.strategy,):
         for transport in transports if problem.transport is None else (problem.transport,):
             yield replace(problem, strategy=strategy, transport=transport)
+        if experts and problem.transport is None:
+            yield replace(problem, strategy=strategy, experts_alone=True)
 
 
 def _with_buffers(problem: Problem, thorough: bool) -> Candidate:

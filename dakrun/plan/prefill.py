@@ -259,7 +259,7 @@ class _Pass:
             n = ends if op.op.name == "lm_head" else rows
             if n:
                 one = op.op.with_rows(n)
-                staged = self._plan.prefill.stages(one)
+                staged = self._plan.prefill.stages(one, op.shares[0])
                 for counts, layers in Counter(op.placement).items():
                     ratios = one.shares(counts) if staged else one.read_shares(counts)
                     self._add_matrix(one, ratios, layers, staged=staged)

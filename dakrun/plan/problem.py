@@ -29,7 +29,8 @@ class Problem:
     `strategy` and `transport` are the policy's, or one of the choices that it leaves open.
     `staging` bytes of the local tier are reserved for staging buffers, and further ones for the
     activations of the passes of `prefill`. `carries_prompts` says whether the prompt passes that a
-    step carries count. Raises CannotRun if the budgets are too small.
+    step carries count. With `experts_alone` and no transport nothing but experts is staged.
+    Raises CannotRun if the budgets are too small.
     """
 
     costs: StepCosts
@@ -39,6 +40,7 @@ class Problem:
     staging: int = 0
     prefill: PrefillPlan = field(default_factory=PrefillPlan)
     carries_prompts: bool = True
+    experts_alone: bool = False
 
     def __post_init__(self) -> None:
         if self.caps[0] < 0:
@@ -258,7 +260,7 @@ class Problem:
         links, staged = self.costs.links, self.transport == "staged"
         local = op.read_bytes / links.direct[LOCAL]
         remote, beyond = self.costs.remote, None
-        if op.can_be_staged and len(op.classes) == 1 and self.transport is None:
+        if op.can_be_staged() and len(op.classes) == 1 and self.transport is None:
             beyond = max(links.rate(remote, staged=by) for by in (False, True))
         return Curve(
             resident=op.layers * op.resident_bytes,

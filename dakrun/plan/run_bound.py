@@ -3,6 +3,8 @@
 Takes counts of what was done, or will be; knows neither files nor the engine.
 """
 
+from dataclasses import replace
+
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL
 from dakrun.plan.plan import Plan
@@ -43,7 +45,8 @@ def run_limits(
         rows = prompt_tokens + new_tokens - requests if inside else new_tokens
         flops += op.op.layers * op.op.flops / op.op.batch_size * rows
     rows = max(1, min(plan.workload.batch_size, new_tokens // max(1, steps)))
-    read = [sum(op.read_at(tier, rows) for op in plan.weights()) for tier in range(len(plan.tiers))]
+    least = [replace(op, transport="direct") for op in plan.weights()]  # copies may bring more
+    read = [sum(op.read_at(tier, rows) for op in least) for tier in range(len(plan.tiers))]
     local = links.direct[LOCAL]
     return {
         "arithmetic": flops / rate + kv_bytes / local,

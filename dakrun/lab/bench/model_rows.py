@@ -108,7 +108,8 @@ def measured_row(
                   for op in plan.weights() for tier in range(len(plan.tiers)))  # fmt: skip
     local, *far = (sum(_read_bytes(op, tier, reads) for op in plan.ops)
                    for tier in range(len(plan.tiers)))  # fmt: skip
-    remote = {op.transport for op in plan.ops if op.op.category == "linear" and op.ratio > 0}
+    placed = (op for op in plan.ops if op.op.category in ("linear", "experts"))
+    remote = {op.transport for op in placed if op.ratio > 0}
     experts = experts_figures(plan) or {}
     planned = sum(nbytes for name, nbytes in plan.memory(0).items() if name != "context")
     last = [max(ttft_s[i : i + size]) for i in range(0, len(ttft_s), size)]  # of batches
