@@ -29,8 +29,8 @@ class Policy:
     or refused. `transport` reads remote bytes in place (direct), or from HBM after the copy engine
     has copied them (staged), experts only in steps that read nearly all of them. The `strategy`
     greedy gives each op a ratio of its own, uniform gives all ops one, and auto takes what is
-    predicted to be fastest. `remote` names the tiers that
-    may be used besides HBM; by default it is the host, or none if the profile has no remote tiers.
+    predicted to be fastest. `remote` names the tiers that may be used besides HBM; by default it is
+    the host, or none if the profile has no remote tiers.
     Raises UsageError for values out of range.
     """
 
