@@ -12,6 +12,7 @@ from dakrun.models import known_model
 from dakrun.plan import Links, Policy, make_plan
 from dakrun.plan.advice import busy_shares
 from dakrun.plan.plan import PrefillPlan
+from dakrun.plan.run_bound import run_limits
 from dakrun.plan.step_time import StepTimes
 
 
@@ -41,6 +42,16 @@ def test_steps_that_read_nearly_all_experts_copy_them() -> None:
     assert card
     accesses = [tier_accesses(plan, card)["experts_down"] for plan in (staged, direct)]
     assert accesses[0] == accesses[1]
+    work_done = {
+        "requests": 64,
+        "prompt_tokens": 64,
+        "new_tokens": 640,
+        "steps": 10,
+        "kv_bytes": 0.0,
+    }
+    bound = run_limits(staged, **work_done)["host"]  # of what is read: copies bring more
+    read = sum(op.op.tier_reads(of)[1] for op in staged.weights() for of in op.placement)
+    assert bound == pytest.approx(10 * read / host.staged_bytes_per_s)
     link = {LOCAL: 3e12, "host": 5e10}
     limit = limit_s(staged, replace(Links.of(profile, ("host",)), direct=link, staged=link))
     assert limit == pytest.approx(sum(op.read_bytes(1) for op in staged.ops) / 5e10, rel=1e-3)
