@@ -111,7 +111,20 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     const int warp_row_block = part.row_block + threadIdx.x % kWarpgroup / 32 * 2;
     WarpUnits warp_units;
     int k = tile.k;
-#if WGMMA
+#if WGMMA && TILES <= 8
+    // The warps of two CTAs hide each other's latencies: one set of fragments takes few registers.
+#pragma unroll 1
+    for (; k < tile.k_end; k++) {
+      Fragments fragments;
+      units.read(tile, k, warp_row_block, warp_units);
+      fragments.expand(warp_units);
+      wait_barrier(ring.full_barrier[stage.stage], stage.parity);
+      fragments.multiply(ring.smem_x(stage.stage) + x_offset, acc);
+      wait_for(acc);
+      ring.release(ring.empty_barrier[stage.stage]);
+      stage.advance(ring.stages);
+    }
+#elif WGMMA
     // Tensor cores read one set of fragments while the other is computed, piece by piece: a warp
     // that has started some products can do nothing until the first of them ends. Without a
     // branch in the loop: the compiler would let all products end before it computes fragments.
@@ -193,7 +206,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
   ptx::wait_for_stores();
 }
 
-extern "C" __global__ void __launch_bounds__(kTiledThreads, 1)
+extern "C" __global__ void __launch_bounds__(kTiledThreads, kCtasOfSm)
     tiled_gemm(const __grid_constant__ TiledGemmArgs args) {
   __shared__ uint64_t barriers[2 * kMaxStages + SegmentBarriers::kCount + 2 * kUnitStages];
   fetch_parameters(args);

@@ -21,9 +21,10 @@ constexpr bool kClusters = CLUSTERS && !kGrouped;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers. A CTA that wanted more than its launch
 // got would wait for them forever.
-constexpr int kProducerRegisters = !kGrouped ? 40 : kHasUnits || TALL ? 56 : 48;
-constexpr int kConsumerRegisters = !kGrouped ? 232 : kHasUnits || TALL ? 216 : 224;
-constexpr int kLaunchRegisters = 65536 / kTiledThreads / 8 * 8;
+constexpr int kCtasOfSm = kHasUnits && WGMMA && TILES <= 8 ? 2 : 1;
+constexpr int kProducerRegisters = kCtasOfSm == 2 ? (kGrouped ? 56 : 32) : !kGrouped ? 40 : kHasUnits || TALL ? 56 : 48;
+constexpr int kConsumerRegisters = kCtasOfSm == 2 ? (kGrouped ? 88 : 104) : !kGrouped ? 232 : kHasUnits || TALL ? 216 : 224;
+constexpr int kLaunchRegisters = 65536 / kCtasOfSm / kTiledThreads / 8 * 8;
 static_assert(kProducerRegisters * kWarpgroup + kConsumerRegisters * kConsumers <=
               kLaunchRegisters * kTiledThreads);
 

@@ -160,6 +160,13 @@ struct Fragments {
     }
     between(3);
   }
+  __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc) const {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++)
+      ptx::wgmma(acc.tile[0], of[step], ptx::matrix_descriptor(x + 32 * step), true, Element());
+    ptx::wgmma_commit();
+  }
 #else
   // acc += W X^T for 64 columns of X at a shared address.
   __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc) const {

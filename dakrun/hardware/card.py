@@ -161,6 +161,15 @@ class Card:
         """
         return rows <= SPACED_ROWS or self.ctas_per_sm == 1
 
+    def shared_by(self, ctas: int) -> "Card":
+        """This card as `ctas` CTAs of a launch see it that share each SM: with smaller SMs."""
+        return replace(
+            self,
+            sms=ctas * self.sms,
+            shared_bytes_per_sm=self.shared_bytes_per_sm // ctas,
+            clusters=tuple(ctas * count for count in self.clusters),
+        )
+
     @property
     def max_cluster(self) -> int:
         """CTAs of the largest cluster."""

@@ -27,7 +27,7 @@ def grouped_shapes(card: Card, atom_bytes: int = ATOM_BYTES) -> tuple[Shape, ...
     narrow = Shape(min(x_tiles(wgmma=card.has_wgmma)), WARPGROUPS)
     tall = [Shape(TALL_TILES, WARPGROUPS)] if card.has_wgmma and not units else []
     found = (replace(shape, atom_bytes=atom_bytes) for shape in (narrow, *tall))
-    return tuple(shape for shape in found if shape.fits(card))
+    return tuple(shape for shape in found if shape.fits(shape.places(card)))
 
 
 def grouped_launch(
@@ -57,9 +57,9 @@ def grouped_launch(
     shape = next((shape for shape in shapes if shape.rows >= most), shapes[-1])
     expert_row_blocks = total // experts
     size = ceil_div(expert_row_blocks, ceil_div(expert_row_blocks, shape.row_blocks))
+    each, card = shape.ctas_per_sm(card), shape.places(card)
     stages = shape.stages(card, size)
     copies, stage_bytes = shape.copies(stages), shape.copy_bytes * size
-    each = 2 if unit_atoms(atom_bytes) > 1 else 1
     clusters = _clusters(row_blocks, tiers, stage_bytes, card.sms, each)
     tiles = (
         TierTiles(count, size, window=access.closest(count * stage_bytes, copies))

@@ -81,10 +81,11 @@ def tiled_config(
         room = beside(card, launches[0].clusters, launches[0].shape.ctas)
     if row_blocks[0]:
         _, shape = _best(n, row_blocks[0], atoms, options, room)
+        room = shape.places(room)
         tier = local_tier(n, row_blocks[0], shape, atoms, room, access=tiers[0])
-        stages = shape.stages(card, tier.tile_row_blocks)
+        stages = shape.stages(room, tier.tile_row_blocks)
         others = [TierTiles(0) for _ in row_blocks[1:]]
-        launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(card))
+        launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(room))
     return TiledConfig(tuple(launches))
 
 
@@ -102,7 +103,11 @@ def shapes(
         (Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True) for tiles, (w_ctas, k_ctas) in wide),
     )
     found = (replace(shape, atom_bytes=atom_bytes) for shape in every)
-    return tuple(shape for shape in found if shape.fits(card) and segments in (None, shape.k_ctas))
+    return tuple(
+        shape
+        for shape in found
+        if shape.fits(shape.places(card)) and segments in (None, shape.k_ctas)
+    )
 
 
 def local_tier(
@@ -269,6 +274,7 @@ def _remote_on_all_sms(
     """A launch for all remote tiers, each on SMs in proportion to its row blocks."""
     total = sum(row_blocks[1:])
     _, shape = _best(n, total, atoms, options, card)
+    card = shape.places(card)
     limit = card.max_clusters(shape.ctas)
     clusters = [max(1, limit * count // total) for count in row_blocks[1:]]
     while sum(clusters) > limit and max(clusters) > 1:
@@ -288,7 +294,7 @@ def _best(
 ) -> tuple[float, Shape]:
     """Cycles and shape of the fastest of `options` that fit on `card`."""
     cycles, _, shape = min(
-        (min(_tile_options(n, row_blocks, atoms, shape, card))[0], number, shape)
+        (min(_tile_options(n, row_blocks, atoms, shape, shape.places(card)))[0], number, shape)
         for number, shape in enumerate(options)
         if shape.ctas <= card.sms
     )

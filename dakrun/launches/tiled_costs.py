@@ -59,22 +59,27 @@ def tiles_cycles(
     x_reads = 1 if card.has_wgmma else GROUP_WARPS
     shared = SHARED_CYCLES * (landed + groups * (w_size * TILE_ROW_BLOCKS + x_reads * shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
-    stage = max(STAGE_CYCLES, ATOM_CYCLES * shape.tiles * groups / WARPGROUPS, shared, lands)
-    stage += EXPAND_CYCLES if shape.has_units else 0
+    sharing = shape.ctas_per_sm(card)  # CTAs, each of which gets its part of the SM
+    products = ATOM_CYCLES * shape.tiles * groups / WARPGROUPS
+    if sharing > 1:
+        stage = max(sharing * max(products, shared), STAGE_CYCLES + EXPAND_CYCLES, lands)
+    else:
+        stage = max(STAGE_CYCLES, products, shared, lands)
+        stage += EXPAND_CYCLES if shape.has_units else 0
     w, x = shape.atom_bytes * W_READ_WEIGHT * tile_row_blocks, ATOM_BYTES * x_tiles / shape.w_ctas
-    reads = (w + x) / L2_BYTES
+    reads = sharing * (w + x) / L2_BYTES
     fraction = WIDE_READ_FRACTION if shape.wide else READ_FRACTION
     stage += fraction * min(1.0, waves) * reads * (STREAM_K_READ_WEIGHT if stream_k else 1)
     stage += SHARING_CYCLES if shape.w_ctas > 1 else 0
     per_tile: float = START_CYCLES + STORE_CYCLES * shape.tiles
     if shape.k_ctas > 1:
         per_tile += SEGMENTS_CYCLES + SEGMENTS_ADD_CYCLES * shape.tiles * (1 - 1 / shape.k_ctas)
-    products = ceil_div(atoms, shape.k_ctas) * stage
-    fetched = shape.atom_bytes * atoms * row_blocks / (HBM_BYTES * card.sms)
+    multiplied = ceil_div(atoms, shape.k_ctas) * stage
+    fetched = sharing * shape.atom_bytes * atoms * row_blocks / (HBM_BYTES * card.sms)
     rest = math.ceil(waves) * per_tile + (CLUSTER_SYNC_CYCLES if shape.w_ctas > 1 else 0)
     if shape.k_ctas > 1:  # partial sums are exchanged where the next tile's stages would land
         rest += (math.ceil(waves) - 1) * LANDING_CYCLES
     if stream_k:  # neighbouring tiles are at other columns, so that L2 does not hold W for them
         fetched *= ceil_div(n, shape.rows)
-        return max(waves * products + STREAM_K_CYCLES * shape.tiles, fetched) + rest
-    return max(math.ceil(waves) * products, fetched) + rest
+        return max(waves * multiplied + STREAM_K_CYCLES * shape.tiles, fetched) + rest
+    return max(math.ceil(waves) * multiplied, fetched) + rest

@@ -21,6 +21,7 @@ from dakrun.hardware import Card
 from dakrun.units import ceil_div
 
 MAX_OUTPUT_BLOCKS = 8  # of a warp
+SHARING_TILES = 8  # of X, of CTAs that share an SM (kCtasOfSm in native/tiled_gemm.cuh), at most
 X_ALIGN = 1024  # bytes: X's swizzle
 # Shared memory of a CTA for one output block of each of its warps.
 OUTPUT_BLOCK_BYTES = (
@@ -140,6 +141,18 @@ class Shape:
     def has_units(self) -> bool:
         """Whether W has fewer than 16 bits."""
         return unit_atoms(self.atom_bytes) > 1
+
+    def ctas_per_sm(self, card: Card) -> int:
+        """CTAs of a launch that share an SM.
+
+        Expanding units keeps warps from starting products. Where accumulators leave registers
+        for another CTA, its products run meanwhile.
+        """
+        return 2 if self.has_units and card.has_wgmma and self.tiles <= SHARING_TILES else 1
+
+    def places(self, card: Card) -> Card:
+        """The card as CTAs see it that share its SMs."""
+        return card.shared_by(self.ctas_per_sm(card))
 
     @property
     def copy_bytes(self) -> int:
