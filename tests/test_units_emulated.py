@@ -119,7 +119,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize(("m", "k", "shares"), [(203, 1000, 4), (40, 640, 8), (150, 1160, 8)])
 def test_it_is_exact(layout: Quantised, n: int, m: int, k: int, shares: int) -> None:
     matrix = matrix_of(layout, m, k)
-    assert config_of(matrix, n).k_shares == (shares if n <= 8 else 4)
+    assert config_of(matrix, n).k_shares == shares
     assert error(run(matrix, n), exact(matrix, n)) < 7e-4
 
 

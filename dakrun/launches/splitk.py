@@ -129,7 +129,7 @@ def most_row_blocks(row_blocks: int, card: Card, atom_bytes: int) -> int:
 
     That is TILE_ROW_BLOCKS if warps may divide K in MANY_K_SHARES.
     """
-    many = k_shares(row_blocks, 1, card, atom_bytes) == MANY_K_SHARES
+    many = k_shares(row_blocks, card, atom_bytes) == MANY_K_SHARES
     return TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
 
 
@@ -176,7 +176,7 @@ def gemm_config(
     ]  # fmt: skip
     return GemmConfig(
         half_cols=half_cols,
-        k_shares=k_shares(row_blocks, x_tiles, card, atom_bytes),
+        k_shares=k_shares(row_blocks, card, atom_bytes),
         ctas=card.with_idle(sum(s.ctas for s in splits if not (mixes and s.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
@@ -211,15 +211,14 @@ def half_columns(
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
 
 
-def k_shares(row_blocks: int, x_tiles: int, card: Card, atom_bytes: int) -> int:
+def k_shares(row_blocks: int, card: Card, atom_bytes: int) -> int:
     """Shares of K that a CTA's warps take: MANY_K_SHARES if groups have up to TILE_ROW_BLOCKS.
 
     With K_SHARES a warp has half of a group's row blocks: too few of a small group to hide
     latencies. With MANY_K_SHARES it has all of them. Depends on W's `row_blocks` and the card
-    alone, not on W's tiers, so that tiers change no bit. Elements of 16 bits, and more than one
-    tile of X, always have K_SHARES.
+    alone, not on W's tiers, so that tiers change no bit. Elements of 16 bits always have K_SHARES.
     """
-    if unit_atoms(atom_bytes) == 1 or x_tiles > 1 or not card.even_waves:
+    if unit_atoms(atom_bytes) == 1 or not card.even_waves:
         return K_SHARES
     return K_SHARES if even_group(row_blocks, card.sms) > TILE_ROW_BLOCKS else MANY_K_SHARES
 
