@@ -114,15 +114,21 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
 #if WGMMA && TILES <= 8
     // The warps of two CTAs hide each other's latencies: one set of fragments takes few registers.
 #pragma unroll 1
-    for (; k < tile.k_end; k++) {
-      Fragments fragments;
-      units.read(tile, k, warp_row_block, warp_units);
-      fragments.expand(warp_units);
-      wait_barrier(ring.full_barrier[stage.stage], stage.parity);
-      fragments.multiply(ring.smem_x(stage.stage) + x_offset, acc);
-      wait_for(acc);
-      ring.release(ring.empty_barrier[stage.stage]);
-      stage.advance(ring.stages);
+    while (k < tile.k_end) {
+      const UnitReader::Rows rows = units.wait_for_unit(tile, warp_row_block);
+#pragma unroll
+      for (int atom = 0; atom < kUnitAtoms; atom++) {
+        if (atom < k % kUnitAtoms || k >= tile.k_end) continue;
+        Fragments fragments;
+        warp_units.load(rows.top, rows.bottom, atom);
+        if (++k >= tile.k_end || atom + 1 == kUnitAtoms) units.release_unit();
+        fragments.expand(warp_units);
+        wait_barrier(ring.full_barrier[stage.stage], stage.parity);
+        fragments.multiply(ring.smem_x(stage.stage) + x_offset, acc);
+        wait_for(acc);
+        ring.release(ring.empty_barrier[stage.stage]);
+        stage.advance(ring.stages);
+      }
     }
 #elif WGMMA
     // Tensor cores read one set of fragments while the other is computed, piece by piece: a warp

@@ -161,10 +161,11 @@ struct Fragments {
     between(3);
   }
   __device__ __forceinline__ void multiply(uint32_t x, Accumulators& acc) const {
+    const uint64_t b = ptx::matrix_descriptor(__shfl_sync(0xffffffff, x, 0));  // uniform
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++)
-      ptx::wgmma(acc.tile[0], of[step], ptx::matrix_descriptor(x + 32 * step), true, Element());
+      ptx::wgmma(acc.tile[0], of[step], b + 2 * step, true, Element());
     ptx::wgmma_commit();
   }
 #else
@@ -203,6 +204,19 @@ struct UnitReader {
     to.load(ring.unit(unit.stage, min(first, last)), ring.unit(unit.stage, min(first + 1, last)),
             static_cast<uint32_t>(k) % kUnitAtoms);
     release(tile, k);
+  }
+  // The warp's two row blocks of the next unit, which is waited for.
+  struct Rows {
+    const uint8_t *top, *bottom;
+  };
+  __device__ __forceinline__ Rows wait_for_unit(const Tiles& tile, int row_block) const {
+    wait_barrier(ring.full_barrier[unit.stage], unit.parity);
+    const int first = row_block - tile.row_block, last = tile.row_blocks - 1;
+    return {ring.unit(unit.stage, min(first, last)), ring.unit(unit.stage, min(first + 1, last))};
+  }
+  __device__ __forceinline__ void release_unit() {
+    ring.release(unit.stage);
+    unit.advance(kUnitStages);
   }
   // The same for a tile of which the warp has nothing.
   __device__ __forceinline__ void pass(const Tiles& tile, int k) {
