@@ -111,7 +111,7 @@ __device__ __forceinline__ void consume(const TiledGemmArgs& args, const Ring& r
     const int warp_row_block = part.row_block + threadIdx.x % kWarpgroup / 32 * 2;
     WarpUnits warp_units;
     int k = tile.k;
-#if WGMMA && TILES <= 8
+#if CTAS_PER_SM == 2
     // The warps of two CTAs hide each other's latencies: one set of fragments takes few registers.
 #pragma unroll 1
     while (k < tile.k_end) {

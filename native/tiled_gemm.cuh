@@ -8,6 +8,10 @@
 #define GROUPED 0
 #endif
 constexpr bool kGrouped = GROUPED;
+// CTAs of a launch that share an SM. With two, their warps hide each other's latencies.
+#ifndef CTAS_PER_SM
+#define CTAS_PER_SM 1
+#endif
 // Tall tiles have all rows of X of nearly every expert, and multiply as many as there are.
 #define TALL (GROUPED && WGMMA && !WIDE && !CODE && TILES > 8)
 
@@ -21,9 +25,16 @@ constexpr bool kClusters = CLUSTERS && !kGrouped;
 constexpr int kMaxStages = TILED_MAX_STAGES;
 // Registers of a thread: producers give theirs to consumers. A CTA that wanted more than its launch
 // got would wait for them forever.
-constexpr int kCtasOfSm = kHasUnits && WGMMA && TILES <= 8 ? 2 : 1;
-constexpr int kProducerRegisters = kCtasOfSm == 2 ? (kGrouped ? 56 : 32) : !kGrouped ? 40 : kHasUnits || TALL ? 56 : 48;
-constexpr int kConsumerRegisters = kCtasOfSm == 2 ? (kGrouped ? 88 : 104) : !kGrouped ? 232 : kHasUnits || TALL ? 216 : 224;
+constexpr int kCtasOfSm = CTAS_PER_SM;
+static_assert(kCtasOfSm == 1 || kHasUnits && WGMMA && TILES <= 8, "registers suffice");
+constexpr int kProducerRegisters = kCtasOfSm == 2                ? kGrouped ? 56 : 32
+                                   : !kGrouped                   ? 40
+                                   : kHasUnits || TALL           ? 56
+                                                                 : 48;
+constexpr int kConsumerRegisters = kCtasOfSm == 2                ? kGrouped ? 88 : 104
+                                   : !kGrouped                   ? 232
+                                   : kHasUnits || TALL           ? 216
+                                                                 : 224;
 constexpr int kLaunchRegisters = 65536 / kCtasOfSm / kTiledThreads / 8 * 8;
 static_assert(kProducerRegisters * kWarpgroup + kConsumerRegisters * kConsumers <=
               kLaunchRegisters * kTiledThreads);

@@ -90,7 +90,7 @@ def config(*tiers: TierTiles, shape: Shape = ALONG_W, stages: int = 3) -> TiledC
 
 
 def kernel_of(shape: Shape, build: Build) -> EmulatedKernel:
-    macros = tiled_gemm.defines(torch.float16, shape.tiles, wide=shape.wide)
+    macros = tiled_gemm.defines(torch.float16, shape)
     return build(tiled_gemm.SOURCE, "tiled_gemm", macros)
 
 
@@ -257,7 +257,7 @@ def test_no_bit_depends_on_how_it_is_run(sms: int, build: Build) -> None:
     """Groups of 1 to 16 row blocks, in tiles of other sizes, in one tier or several."""
     m, k, n = 235, 328, 150
     weight, bias = normal(m, k, scale=k**-0.5), normal(m)
-    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
+    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, Shape(8, 1)))
     wanted = run(weight, n, bias=bias)
     exact = F.linear(normal(n, k).double(), weight.double(), bias.double())
     assert error(wanted, exact) < 5e-4
@@ -382,7 +382,7 @@ def test_segments_without_columns(build: Build) -> None:
 def test_any_number_of_stages(stages: int, atoms: int, build: Build) -> None:
     weight = normal(40, 64 * atoms, scale=0.05)
     exact = normal(130, 64 * atoms).double() @ weight.double().T
-    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, 8))
+    kernel = build(tiled_gemm.SOURCE, "tiled_gemm", tiled_gemm.defines(torch.float16, Shape(8, 1)))
     for window in range(1, stages + 1):
         kernel.seed = 77 * window
         how = config(TierTiles(1, 3, 2, window=window), shape=ALONG_X, stages=stages)

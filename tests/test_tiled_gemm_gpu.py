@@ -84,7 +84,7 @@ def tiled(*args: Any, **options: Any) -> Tiled:
 def test_the_card_has_the_clusters_that_the_kernel_runs_in() -> None:
     """Of one CTA per SM; a small kernel stands in for this one where the driver is asked."""
     card = here()
-    tiles = kernel(SOURCE, "tiled_gemm", defines(torch.float16, 8))
+    tiles = kernel(SOURCE, "tiled_gemm", defines(torch.float16, Shape(8, 1)))
     sizes = range(2, card.max_cluster + 1)
     found = [tiles.clusters(n, TILED_THREADS, card.shared_bytes - BARRIER_BYTES) for n in sizes]
     assert tuple(found) == card.clusters and card.max_clusters(1) == all_sms()

@@ -90,7 +90,8 @@ def test_laws(
     card = replace(card, sms=sms, multicast=multicast, even_waves=even_waves)
     sizes = {"cols": cols, "atom_bytes": atom_bytes}
     config = tiled_config(n, row_blocks, access, **sizes, card=card)
-    assert sum(launch.ctas for launch in config.launches) <= sms
+    on_sms = (ceil_div(launch.ctas, launch.shape.ctas_per_sm) for launch in config.launches)
+    assert sum(on_sms) <= sms
     whole = tiled_config(n, [sum(row_blocks)], [LOCAL], **sizes, card=card)
     segments = {launch.shape.k_ctas for launch in (*config.launches, *whole.launches)}
     assert len(segments) == 1  # bits do not depend on where row blocks lie
@@ -107,7 +108,7 @@ def test_laws(
         assert partial_sums_fit(launch)
         for count, tier in zip(row_blocks, launch.tiers, strict=True):
             assert not tier.clusters or count
-            assert tier.clusters <= card.max_clusters(shape.ctas)
+            assert tier.clusters <= shape.places(card).max_clusters(shape.ctas)
             assert 1 <= tier.tile_row_blocks <= shape.row_blocks
             assert not tier.clusters or 1 <= tier.window <= shape.copies(launch.stages)
             assert 1 <= tier.block_tiles <= ceil_div(n, shape.rows)

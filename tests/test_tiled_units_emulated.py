@@ -26,6 +26,7 @@ INT4 = Quantised("int4", 128)
 NOBODY = TierTiles(0)
 ALONG_W = Shape(8, 2, atom_bytes=INT4.atom_bytes)
 ALONG_X = replace(ALONG_W, row_groups=1)
+SHARING = replace(ALONG_W, ctas_per_sm=2)
 SEED = 40
 
 
@@ -128,13 +129,15 @@ def test_a_weight_that_is_no_number_spoils_its_row_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape"), [(INT4, ALONG_W), (INT4, ALONG_X), (LAYOUTS[-3], ALONG_W)], ids=str
+    ("layout", "shape"),
+    [(INT4, ALONG_W), (INT4, ALONG_X), (LAYOUTS[-3], ALONG_W), (LAYOUTS[-1], SHARING)],
+    ids=str,
 )
 def test_no_bit_depends_on_how_it_is_run(layout: Quantised, shape: Shape, build: Build) -> None:
     """Stream-K begins in the middle of units; CTAs share W or X; a tier has a window."""
     m, k, n = 211, 712, 130
     size, shape = shape.row_blocks, replace(shape, atom_bytes=layout.atom_bytes)
-    macros = tiled_gemm.defines(torch.float16, shape.tiles, wide=shape.wide)
+    macros = tiled_gemm.defines(torch.float16, shape)
     kernel = build(tiled_gemm.SOURCE, "tiled_gemm", {**macros, **layout.macros})
     kernel.together = 3
     wanted = run(matrix_of(layout, m, k), n, config(TierTiles(1, size, window=3), shape=shape))
@@ -148,6 +151,17 @@ def test_no_bit_depends_on_how_it_is_run(layout: Quantised, shape: Shape, build:
     ):
         kernel.seed = SEED * seed
         assert torch.equal(run(matrix_of(layout, m, k, row_blocks), n, how), wanted), seed
+
+
+@pytest.mark.parametrize("layout", [INT4, LAYOUTS[-3]], ids=str)
+def test_ctas_that_share_an_sm_give_the_same_bits(layout: Quantised) -> None:
+    """They go along K unit by unit, and the last one has an atom alone."""
+    matrix = matrix_of(layout, 211, 712)
+    found = [
+        run(matrix, 130, config(TierTiles(2, 14, window=3), shape=shape))
+        for shape in (replace(SHARING, atom_bytes=layout.atom_bytes, ctas_per_sm=n) for n in (1, 2))
+    ]
+    assert torch.equal(*found)
 
 
 def test_ctas_that_share_w(build: Build) -> None:

@@ -53,6 +53,7 @@ from dakrun.launches.tiled_shapes import (
     TierTiles,
     TiledConfig,
     beside,
+    sharing_tiles,
     wide_tiles,
     x_tiles,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "router_logits",
     "router_rows",
     "shapes",
+    "sharing_tiles",
     "split_row_blocks",
     "splitk_rows",
     "tiled_config",

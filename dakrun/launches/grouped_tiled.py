@@ -10,7 +10,7 @@ from dataclasses import replace
 from dakrun.geometry import ATOM_BYTES, WARPGROUPS, unit_atoms
 from dakrun.hardware import Card
 from dakrun.launches.tiers import TierAccess
-from dakrun.launches.tiled_shapes import Launch, Shape, TierTiles, x_tiles
+from dakrun.launches.tiled_shapes import Launch, Shape, TierTiles, sharing_tiles, x_tiles
 from dakrun.units import ceil_div
 
 TALL_TILES = 40  # of 8 rows of X: with more, accumulators leave too few registers
@@ -24,7 +24,8 @@ def grouped_shapes(card: Card, atom_bytes: int = ATOM_BYTES) -> tuple[Shape, ...
     always: then W is read once.
     """
     units = unit_atoms(atom_bytes) > 1
-    narrow = Shape(min(x_tiles(wgmma=card.has_wgmma)), WARPGROUPS)
+    per_sm = 2 if sharing_tiles(wgmma=card.has_wgmma, units=units) else 1
+    narrow = Shape(min(x_tiles(wgmma=card.has_wgmma)), WARPGROUPS, ctas_per_sm=per_sm)
     tall = [Shape(TALL_TILES, WARPGROUPS)] if card.has_wgmma and not units else []
     found = (replace(shape, atom_bytes=atom_bytes) for shape in (narrow, *tall))
     return tuple(shape for shape in found if shape.fits(shape.places(card)))
@@ -57,7 +58,7 @@ def grouped_launch(
     shape = next((shape for shape in shapes if shape.rows >= most), shapes[-1])
     expert_row_blocks = total // experts
     size = ceil_div(expert_row_blocks, ceil_div(expert_row_blocks, shape.row_blocks))
-    each, card = shape.ctas_per_sm(card), shape.places(card)
+    each, card = shape.ctas_per_sm, shape.places(card)
     stages = shape.stages(card, size)
     copies, stage_bytes = shape.copies(stages), shape.copy_bytes * size
     clusters = _clusters(row_blocks, tiers, stage_bytes, card.sms, each)

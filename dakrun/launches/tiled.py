@@ -28,6 +28,7 @@ from dakrun.launches.tiled_shapes import (
     TierTiles,
     TiledConfig,
     beside,
+    sharing_tiles,
     wide_tiles,
     x_tiles,
 )
@@ -97,10 +98,17 @@ def shapes(
     sharing = [(1, segments) for segments in SEGMENTS] + [(2, 1)]
     plain = itertools.product(x_tiles(wgmma=card.has_wgmma), range(1, WARPGROUPS + 1), sharing)
     units = unit_atoms(atom_bytes) > 1
+    sharing_sms = itertools.product(
+        sharing_tiles(wgmma=card.has_wgmma, units=units), range(1, WARPGROUPS + 1), sharing
+    )
     wide = itertools.product(wide_tiles(wgmma=card.has_wgmma, units=units), sharing)
     every = itertools.chain(
         (Shape(tiles, groups, w_ctas, 1, k_ctas) for tiles, groups, (w_ctas, k_ctas) in plain),
         (Shape(tiles, 1, w_ctas, 1, k_ctas, wide=True) for tiles, (w_ctas, k_ctas) in wide),
+        (
+            Shape(tiles, groups, w_ctas, 1, k_ctas, ctas_per_sm=2)
+            for tiles, groups, (w_ctas, k_ctas) in sharing_sms
+        ),
     )
     found = (replace(shape, atom_bytes=atom_bytes) for shape in every)
     return tuple(

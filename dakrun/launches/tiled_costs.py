@@ -17,6 +17,7 @@ STAGE_CYCLES = 360  # the whole stage, at least: its issue
 LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
 EXPAND_CYCLES = 200  # of a stage of a W of fewer bits, in which no product runs
+SHARING_CYCLES_OF_STAGE = 370  # of such a stage, at least, where two CTAs share an SM: its issue
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM
@@ -59,10 +60,10 @@ def tiles_cycles(
     x_reads = 1 if card.has_wgmma else GROUP_WARPS
     shared = SHARED_CYCLES * (landed + groups * (w_size * TILE_ROW_BLOCKS + x_reads * shape.tiles))
     lands = LANDING_CYCLES / (shape.stages(card, tile_row_blocks) - 1)
-    sharing = shape.ctas_per_sm(card)  # CTAs, each of which gets its part of the SM
+    sharing = shape.ctas_per_sm  # CTAs, each of which gets its part of the SM
     products = ATOM_CYCLES * shape.tiles * groups / WARPGROUPS
     if sharing > 1:
-        stage = max(sharing * max(products, shared), STAGE_CYCLES + EXPAND_CYCLES, lands)
+        stage = max(sharing * max(SHARING_CYCLES_OF_STAGE, products, shared), lands)
     else:
         stage = max(STAGE_CYCLES, products, shared, lands)
         stage += EXPAND_CYCLES if shape.has_units else 0

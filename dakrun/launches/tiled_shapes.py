@@ -21,7 +21,6 @@ from dakrun.hardware import Card
 from dakrun.units import ceil_div
 
 MAX_OUTPUT_BLOCKS = 8  # of a warp
-SHARING_TILES = 8  # of X, of CTAs that share an SM (kCtasOfSm in native/tiled_gemm.cuh), at most
 X_ALIGN = 1024  # bytes: X's swizzle
 # Shared memory of a CTA for one output block of each of its warps.
 OUTPUT_BLOCK_BYTES = (
@@ -34,6 +33,14 @@ PARTIAL_BYTES = 4 * ROWS_PER_BLOCK * WARPGROUPS * TILE_ROW_BLOCKS * ROWS_PER_BLO
 def x_tiles(*, wgmma: bool) -> tuple[int, ...]:
     """Kernel variants, with wgmma or without, by tiles of 8 rows of X of a warpgroup."""
     return TILED_X_TILES if wgmma else TILED_PORTABLE_X_TILES
+
+
+def sharing_tiles(*, wgmma: bool, units: bool) -> tuple[int, ...]:
+    """Variants of which two CTAs share an SM, by tiles of 8 rows of X of a warpgroup.
+
+    Only if W has `units`. More tiles leave no registers for another CTA.
+    """
+    return TILED_X_TILES[:1] if wgmma and units else ()
 
 
 def wide_tiles(*, wgmma: bool, units: bool = False) -> tuple[int, ...]:
@@ -66,7 +73,8 @@ class Shape:
     side by side along W with 2 `row_groups`, else along X. `w_ctas` CTAs side by side along W share
     X by multicast, or `x_ctas` CTAs along X share W; one of these numbers is 1, the other a power
     of two. Each of `k_ctas` multiplies a segment of K. An atom of W, 64 columns of a row block, has
-    `atom_bytes`.
+    `atom_bytes`. `ctas_per_sm` CTAs of a launch share an SM: expanding units keeps a CTA's warps
+    from starting products, and another CTA's run meanwhile.
     """
 
     tiles: int
@@ -76,6 +84,7 @@ class Shape:
     k_ctas: int = 1
     wide: bool = False
     atom_bytes: int = ATOM_BYTES
+    ctas_per_sm: int = 1
 
     @property
     def ctas(self) -> int:
@@ -142,17 +151,9 @@ class Shape:
         """Whether W has fewer than 16 bits."""
         return unit_atoms(self.atom_bytes) > 1
 
-    def ctas_per_sm(self, card: Card) -> int:
-        """CTAs of a launch that share an SM.
-
-        Expanding units keeps warps from starting products. Where accumulators leave registers
-        for another CTA, its products run meanwhile.
-        """
-        return 2 if self.has_units and card.has_wgmma and self.tiles <= SHARING_TILES else 1
-
     def places(self, card: Card) -> Card:
         """The card as CTAs see it that share its SMs."""
-        return card.shared_by(self.ctas_per_sm(card))
+        return card.shared_by(self.ctas_per_sm)
 
     @property
     def copy_bytes(self) -> int:

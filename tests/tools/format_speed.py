@@ -166,7 +166,7 @@ class Bench:
             else:
                 launches = tiled_config(n, (count,), ACCESS, cols=k, **options).launches
                 shaped = (launch.shape for launch in launches)
-                macros = [(tiled.SOURCE, tiled.defines(self.dtype, of.tiles, wide=of.wide))
+                macros = [(tiled.SOURCE, tiled.defines(self.dtype, of))
                           for of in shaped]  # fmt: skip
             for source, one in macros:
                 found[source, *one.items(), stored] = source, {**one, **stored.macros}

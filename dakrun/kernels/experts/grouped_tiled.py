@@ -112,7 +112,7 @@ def grouped_tiled_gemm(
     if args.boxes:
         args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
     args.tiers[:] = _tiers(ceil_div(n, experts), weight, launch)
-    macros = defines(weight.dtype, shape.tiles, wide=shape.wide)
+    macros = defines(weight.dtype, shape)
     kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
     kernel.launch(launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, pdl=pdl)
     return out
@@ -145,7 +145,7 @@ def _tiers(rows: int, weight: TieredMatrix, launch: Launch) -> tuple[TierTiles, 
 @compiled_ahead(SOURCE, seconds=5)
 def _variants(needs: Needs) -> list[Macros]:
     return [
-        {**defines(needs.dtype, shape.tiles, wide=shape.wide), **stored.macros}
+        {**defines(needs.dtype, shape), **stored.macros}
         for stored in needs.formats
         for shape in grouped_shapes(needs.card, stored.atom_bytes)
         if needs.every or needs.routing

@@ -26,7 +26,16 @@ from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import ints, pointers
 from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
-from dakrun.launches import PARTIAL_BYTES, Launch, TiledConfig, tiled_rows, wide_tiles, x_tiles
+from dakrun.launches import (
+    PARTIAL_BYTES,
+    Launch,
+    Shape,
+    TiledConfig,
+    sharing_tiles,
+    tiled_rows,
+    wide_tiles,
+    x_tiles,
+)
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -160,7 +169,7 @@ def tiled_gemm(
         if args.boxes:
             args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
         args.tiers[:] = _tiers(n, weight, launch)
-        macros = defines(weight.dtype, shape.tiles, wide=shape.wide)
+        macros = defines(weight.dtype, shape)
         kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
         kernel.launch(
             launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
@@ -224,9 +233,10 @@ def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[TierTiles, ...
     return (*found, *[TierTiles(first_row_block=first, first_cluster=cluster)] * none)
 
 
-def defines(dtype: torch.dtype, tiles: int, *, wide: bool = False) -> dict[str, int]:
-    """Macros of one kernel variant, by a Shape's `tiles` and `wide`."""
-    return {**operands.defines(dtype), "TILES": tiles, "WIDE": int(wide)}
+def defines(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
+    """Macros of the kernel variant for `shape`, without those of W's format."""
+    macros = {**operands.defines(dtype), "TILES": shape.tiles, "WIDE": int(shape.wide)}
+    return macros | ({"CTAS_PER_SM": shape.ctas_per_sm} if shape.ctas_per_sm > 1 else {})
 
 
 def all_defines(
@@ -234,12 +244,13 @@ def all_defines(
 ) -> list[dict[str, int]]:
     """Macros of all kernel variants, with wgmma or without, the longest to compile first."""
     units = unit_atoms(format.atom_bytes) > 1
-    plain = ((tiles, False) for tiles in x_tiles(wgmma=wgmma))
-    wide = ((tiles, True) for tiles in wide_tiles(wgmma=wgmma, units=units))
-    return [
-        {**defines(dtype, tiles, wide=is_wide), **format.macros}
-        for tiles, is_wide in sorted([*plain, *wide], reverse=True)
+    shapes = [
+        *(Shape(tiles, 1) for tiles in x_tiles(wgmma=wgmma)),
+        *(Shape(tiles, 1, wide=True) for tiles in wide_tiles(wgmma=wgmma, units=units)),
+        *(Shape(t, 1, ctas_per_sm=2) for t in sharing_tiles(wgmma=wgmma, units=units)),
     ]
+    shapes.sort(key=lambda shape: (-shape.tiles, not shape.wide))
+    return [{**defines(dtype, shape), **format.macros} for shape in shapes]
 
 
 @compiled_ahead(SOURCE, seconds=4)

@@ -44,7 +44,7 @@ def _variants(card: Card) -> Iterator[tuple[str, Mapping[str, int]]]:
                 macros = grouped_splitk.defines(DTYPE, tiles, "stored")
                 yield grouped_splitk.SOURCE, {**macros, **stored.macros}
         for shape in grouped_shapes(card, stored.atom_bytes):
-            macros = grouped_tiled.defines(DTYPE, shape.tiles, wide=shape.wide)
+            macros = grouped_tiled.defines(DTYPE, shape)
             yield grouped_tiled.SOURCE, {**macros, **stored.macros}
 
 
