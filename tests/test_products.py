@@ -82,7 +82,7 @@ def test_variants() -> None:
     assert many[:2] == [(gemm.SOURCE, gemm.defines(half, n)) for n in (4, 8)]
     every = tiled_gemm.all_defines(half, wgmma=True)
     assert many[2:] == [(tiled_gemm.SOURCE, macros) for macros in every]
-    needed = [tiled_gemm.defines(half, shape.tiles, wide=shape.wide) for shape in shapes(H200)]
+    needed = [tiled_gemm.defines(half, shape) for shape in shapes(H200)]
     assert all((tiled_gemm.SOURCE, macros) in many for macros in needed)
 
 
