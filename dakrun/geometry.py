@@ -7,6 +7,7 @@ tiers, stored and computed. Needs neither torch nor a GPU.
 """
 
 import functools
+from collections.abc import Collection
 
 from dakrun.units import ceil_div
 
@@ -137,8 +138,13 @@ def group_count(group: int, row_blocks: int, mixed: int = 0) -> int:
 
 
 @functools.cache
-def even_group(row_blocks: int, ctas: int, mixed: int = 0, most: int = MAX_GROUP_ROW_BLOCKS) -> int:
-    """Choose the group size, up to `most`, that gives the busiest of `ctas` the least work.
+def even_group(
+    row_blocks: int,
+    ctas: int,
+    mixed: int = 0,
+    sizes: Collection[int] = range(1, MAX_GROUP_ROW_BLOCKS + 1),
+) -> int:
+    """Choose the group size, one of `sizes`, that gives the busiest of `ctas` the least work.
 
     Groups of a tier's row blocks are assigned to CTAs round-robin, and with them groups of the
     `mixed` row blocks of another tier. A CTA's work is its row blocks, reading X once per group,
@@ -149,4 +155,4 @@ def even_group(row_blocks: int, ctas: int, mixed: int = 0, most: int = MAX_GROUP
         groups = ceil_div(group_count(group, row_blocks, mixed), ctas)
         return groups * (group + X_READ_COST) + EPILOGUE_COST * group
 
-    return min(range(most, 0, -1), key=work) if row_blocks or mixed else 1
+    return min(sorted(sizes, reverse=True), key=work) if row_blocks or mixed else 1

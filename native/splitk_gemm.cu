@@ -130,12 +130,10 @@ constexpr int kCtasOfSm = 2;
 // the compiler gives 12 warps. With more, attention waits for SMs to be free, gets the first ones
 // twice, and so does the launch behind it. Without this bound are 16 bits, which keep within 80
 // anyway but for 33 to 64 normalised rows; units with more than 8 bytes of scales for a row of W;
-// and of 9 to 16 rows, mixed tiers, and float32 scales unless a unit of 8-bit codes has one a row
-// (on 10.0 these, too, would spill).
+// and of 9 to 16 rows, mixed tiers, and float32 scales unless a unit of 8-bit codes has one a row.
 constexpr bool kUnbounded =
     !CODE || SCALE_BYTES * kUnitCols / GROUP > 8 ||
-    (TILES > 1 && (kMixes || (SCALE_BYTES == 4 && (kCodeBits == 4 || GROUP < kUnitCols ||
-                                                   __CUDA_ARCH__ == 1000))));
+    (TILES > 1 && (kMixes || (SCALE_BYTES == 4 && (kCodeBits == 4 || GROUP < kUnitCols))));
 constexpr int kBoundThreads = kUnbounded ? kThreads : (kThreads + 127) / 128 * 128;
 
 extern "C" __global__ void __launch_bounds__(kBoundThreads, kCtasOfSm)

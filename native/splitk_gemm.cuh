@@ -59,7 +59,7 @@ struct SplitKGemmArgs {
   float2* partials;           // [2][row blocks][TILES][32]; for halves of K
   const uint8_t* ahead;       // prefetched to L2 for a later launch, a part by each CTA of tier 0
   int ahead_bytes;            // of such a part
-  int k_shares;               // with units: shares of K, 4 or 8
+  int k_shares;               // with units of 4 bits, or one tile of X: shares of K, 4 or 8
   // With units: both halves of an RMSNorm between products (splitk_norm.cuh); pointers are null
   // where there is none. Squares are [N][row blocks of a row], padded with zeros to whole float4s.
   const float* x_squares;      // sums of squares of the rows that X was scaled from

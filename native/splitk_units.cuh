@@ -40,7 +40,7 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
                                         int tier_of_cta, int warp, Moments& moments) {
   const int stage_units = args.tiers[tier_of_cta].stage_atoms / kUnitAtoms;  // 1, 2 or 4
   const int units = args.k / kUnitCols;
-  const int shares = args.k_shares;
+  const int shares = TILES == 1 || kCodeBits == 4 ? args.k_shares : kShares;
   RingPosition stage;
   Scheduler at(args, tier_of_cta);
   ptx::wait_for_dependencies();

@@ -114,7 +114,7 @@ def test_shares_of_k_do_not_depend_on_tiers(
     card, atom_bytes = hopper(sms, even_waves=even_waves), 272 if units else ATOM_BYTES
     n = min(n, splitk_rows(atom_bytes))
     resident = split_row_blocks([sum(row_blocks)], tiers[:1], card=card, atom_bytes=atom_bytes)
-    few = not units or resident[0].group > 8
+    few = not units or resident[0].group > 8  # of a W of 4 bits
     splits = split_row_blocks(row_blocks, tiers, card=card, atom_bytes=atom_bytes)
     for own, access in ((resident, tiers[:1]), (splits, tiers)):
         config = gemm_config(n, own, access, card=card, atom_bytes=atom_bytes)

@@ -5,6 +5,7 @@ two CTAs may also take one half of K each.
 """
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,10 @@ from dakrun.units import ceil_div
 PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
 STEP_BYTES = 16 * 1024  # maximum bytes of a step: a group's columns that lie together
 STEP_ATOMS = 8  # maximum atoms along K of a step; a half of K begins with a step
+LINE_BYTES = 128  # of L2
 COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
 MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
+MIN_WINDOW_STAGES = 4  # if only so few leave copies aligned
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
 X_ALIGN = 1024  # bytes: X's swizzle
 K_SHARES = 4  # of units along K: each of a warpgroup's warps takes one
@@ -101,7 +104,6 @@ def split_row_blocks(
     groups of the first mixed tier. An atom of W has `atom_bytes`.
     """
     sms = card.sms
-    most = most_row_blocks(sum(row_blocks), card, atom_bytes)
     mixed = _mixed_tier(row_blocks, tiers)
     others = row_blocks[mixed] if mixed else 0
     remote = [
@@ -117,20 +119,39 @@ def split_row_blocks(
         else:
             ctas = remote[number - 1]
             assigned = (count, ctas, 0)
-        group = even_group(*assigned, most) if card.even_waves else most
+        far = bool(others if number in (0, mixed) else number)
+        sizes = group_sizes(sum(row_blocks), card, atom_bytes, far=far)
+        group = even_group(*assigned, sizes) if card.even_waves else max(sizes)
         ctas = min(ctas, group_count(group, count, 0 if number else others))
         cols = _step_cols(group, atom_bytes)
         splits.append(Split(count, ctas, group, cols, mixed=0 < number == mixed))
     return tuple(splits)
 
 
-def most_row_blocks(row_blocks: int, card: Card, atom_bytes: int) -> int:
-    """The most row blocks of a group of a W with `row_blocks`, in any tier.
+@functools.cache
+def group_sizes(row_blocks: int, card: Card, atom_bytes: int, *, far: bool) -> tuple[int, ...]:
+    """Sizes that a group of a W with `row_blocks` may have, in row blocks.
 
-    That is TILE_ROW_BLOCKS if warps may divide K in MANY_K_SHARES.
+    They are at most TILE_ROW_BLOCKS if warps may divide K in MANY_K_SHARES. Of a tier that is `far`,
+    behind a link, a group's steps are whole lines, see _is_aligned().
     """
-    many = k_shares(row_blocks, card, atom_bytes) == MANY_K_SHARES
-    return TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
+    many = k_shares(row_blocks, 1, card, atom_bytes) == MANY_K_SHARES
+    most = TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
+    step = {group: _step_cols(group, atom_bytes) // ATOM_COLS for group in range(1, most + 1)}
+    return tuple(
+        group
+        for group, atoms in step.items()
+        if not far or _is_aligned(atom_bytes * atoms * group)
+    )
+
+
+def _is_aligned(nbytes: int) -> bool:
+    """Whether copies of `nbytes`, one behind the other, begin with whole lines of memory.
+
+    Over a link each line that a copy's pieces touch is a request of its own, so that others take up
+    to 1.2 x as long.
+    """
+    return nbytes % LINE_BYTES == 0
 
 
 def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
@@ -176,7 +197,7 @@ def gemm_config(
     ]  # fmt: skip
     return GemmConfig(
         half_cols=half_cols,
-        k_shares=k_shares(row_blocks, card, atom_bytes),
+        k_shares=k_shares(row_blocks, x_tiles, card, atom_bytes),
         ctas=card.with_idle(sum(s.ctas for s in splits if not (mixes and s.mixed))),
         x_tiles=x_tiles,
         shared_bytes=max(
@@ -211,14 +232,16 @@ def half_columns(
     return ATOM_COLS * STEP_ATOMS * ceil_div(atoms, 2 * STEP_ATOMS) if halves < whole else 0
 
 
-def k_shares(row_blocks: int, card: Card, atom_bytes: int) -> int:
+def k_shares(row_blocks: int, x_tiles: int, card: Card, atom_bytes: int) -> int:
     """Shares of K that a CTA's warps take: MANY_K_SHARES if groups have up to TILE_ROW_BLOCKS.
 
     With K_SHARES a warp has half of a group's row blocks: too few of a small group to hide
     latencies. With MANY_K_SHARES it has all of them. Depends on W's `row_blocks` and the card
-    alone, not on W's tiers, so that tiers change no bit. Elements of 16 bits always have K_SHARES.
+    alone, not on W's tiers, so that tiers change no bit. Elements of 16 bits always have K_SHARES,
+    and codes of 8 bits with more than one tile of X, which are 1 to 5% faster so.
     """
-    if unit_atoms(atom_bytes) == 1 or not card.even_waves:
+    units, bytes_of_code = unit_atoms(atom_bytes) > 1, 2 * atom_bytes >= ATOM_BYTES
+    if not units or (x_tiles > 1 and bytes_of_code) or not card.even_waves:
         return K_SHARES
     return K_SHARES if even_group(row_blocks, card.sms) > TILE_ROW_BLOCKS else MANY_K_SHARES
 
@@ -252,11 +275,16 @@ def ring(
     groups = 2 if pairs and two and tier.window_bytes is None else 1
     row_blocks = groups * split.group
     least = unit_atoms(atom_bytes)
-    options = [
-        atoms
-        for atoms in range(least, step + 1, least)
-        if step % atoms == 0 and (atoms == least or stages_of(atoms) >= MIN_STAGES)
-    ]
+    divisors = [atoms for atoms in range(least, step + 1, least) if step % atoms == 0]
+    options = [atoms for atoms in divisors if atoms == least or stages_of(atoms) >= MIN_STAGES]
+    # Each group of a stage is a copy. A window needs few stages.
+    aligned = [atoms for atoms in divisors if _is_aligned(atom_bytes * atoms * split.group)]
+    few = 0 if tier.window_bytes is None else MIN_WINDOW_STAGES
+    options = (
+        [atoms for atoms in options if atoms in aligned]
+        or [atoms for atoms in aligned if few and stages_of(atoms) >= few]
+        or options
+    )
     copies = [atom_bytes * atoms * row_blocks for atoms in options]
     chosen = min(bisect.bisect_left(copies, COPY_BYTES), len(options) - 1)
     stages = stages_of(options[chosen])

@@ -17,7 +17,7 @@ STAGE_CYCLES = 360  # the whole stage, at least: its issue
 LANDING_CYCLES = 2000  # latency of the stage's copies
 SHARED_CYCLES = 7.1  # each KiB to or from shared memory
 EXPAND_CYCLES = 200  # of a stage of a W of fewer bits, in which no product runs
-SHARING_CYCLES_OF_STAGE = 370  # of such a stage, at least, where two CTAs share an SM: its issue
+SHARING_CYCLES_OF_STAGE = 450  # of such a stage, at least, where two CTAs share an SM: its issue
 SHARING_CYCLES = 43  # wait for the CTAs that share X
 # Reads, while all SMs read.
 HBM_BYTES = 19.8  # bytes per cycle that an SM gets from HBM

@@ -16,7 +16,7 @@ from dakrun.geometry import (
     group_count,
 )
 from dakrun.hardware import Card, HardwareProfile, KernelModel, RemoteTier
-from dakrun.launches import kernel_for, most_row_blocks
+from dakrun.launches import kernel_for, group_sizes
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time
@@ -225,8 +225,8 @@ def _unevenness(
 
 def _group(op: Op, card: Card, row_blocks: int, ctas: int, mixed: int = 0) -> int:
     """Row blocks of a group, as dakrun/launches/splitk.py chooses them."""
-    most = most_row_blocks(op.units, card, op.atom_bytes)
-    return even_group(row_blocks, ctas, mixed, most) if card.even_waves else most
+    sizes = group_sizes(op.units, card, op.atom_bytes, far=mixed > 0)
+    return even_group(row_blocks, ctas, mixed, sizes) if card.even_waves else max(sizes)
 
 
 def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
