@@ -43,6 +43,7 @@ TILED_X_TILES = (8, 16, 24, 32)  # kernel variants by tiles of 8 rows of X per w
 TILED_PORTABLE_X_TILES = (8,)  # variants for GPUs without wgmma
 TILED_WIDE_TILES = (12, 24, 28)  # variants of 64 rows of X by this many tiles of 8 rows of W
 TILED_MAX_STAGES = 13
+LINE_BYTES = 128  # of L2; over a link each line that a copy touches is a request of its own
 TILED_UNIT_STAGES = 3  # of the ring from which units of W are expanded
 TILED_THREADS = 128 * (WARPGROUPS + 1)  # per CTA: warpgroups that multiply, one that copies
 TILED_PASS_TILES = 4  # accumulator tiles of a warp in one block of outputs in shared memory

@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply(uint64_t w, uint32_t w_atom, uint64_t x
 // Two atoms make one group of wgmmas: fence and commit of a group cost as much as its products.
 template <class Sums>
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x, int atoms,
-                                         Sums& acc) {
+                                         Sums& acc, int /* row_blocks */ = kTileRowBlocks) {
   uint64_t a = ptx::matrix_descriptor(w), b = ptx::matrix_descriptor(x);
   w_atom >>= 4;
 #pragma unroll 1
@@ -49,14 +49,19 @@ __device__ __forceinline__ void wait_for(Accumulators& acc) {
 
 #else
 
-// acc += W X^T for `atoms` of W from shared address `w` on, `w_atom` bytes apart, and of X.
+// acc += W X^T for `atoms` of W from shared address `w` on, `w_atom` bytes apart, and of X. Behind
+// the warpgroup's `row_blocks` copies may land meanwhile: the race checker would report such reads.
 template <typename X = SwizzledX>
 __device__ __forceinline__ void multiply(uint32_t w, uint32_t w_atom, uint32_t x_address, int atoms,
-                                         Accumulators& acc) {
+                                         Accumulators& acc, int row_blocks = kTileRowBlocks) {
   // ldmatrix addresses. Of W, lanes 8-15 and 24-31 read the warp's second row block, lanes 16-31
   // the next 8 k. In a swizzled row of 128 bytes an XOR of the address reaches the other chunks.
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, row = lane % 8;
-  w += (2 * warp + lane / 8 % 2) * kAtomBytes + row * 128 + ((lane / 16 ^ row) << 4);
+  int row_block = 2 * warp + lane / 8 % 2;
+#if RACECHECK
+  row_block = min(row_block, row_blocks - 1);
+#endif
+  w += row_block * kAtomBytes + row * 128 + ((lane / 16 ^ row) << 4);
   X x(x_address, lane);
 #pragma unroll 1
   for (int i = 0; i < atoms; i++, w += w_atom, x.next_atom()) {

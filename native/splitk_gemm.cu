@@ -79,7 +79,8 @@ __device__ __forceinline__ void consume(const SplitKGemmArgs& args, const Ring& 
       wait_barrier(ring.full_barrier[stage.stage], stage.parity);
       if (ring.windowed) wait_barrier(ring.x_full_barrier[stage.stage], stage.parity);
       multiply(ring.smem_w(stage.stage) + group * ring.group_bytes + first * kAtomBytes,
-               row_blocks * kAtomBytes, ring.smem_x(stage.stage), min(left, stage_atoms), acc);
+               row_blocks * kAtomBytes, ring.smem_x(stage.stage), min(left, stage_atoms), acc,
+               row_blocks - first);
       if (normalises && warpgroup == 0) {
         moments_of_x.add(ring.smem_x(stage.stage), at.k_end - left, min(left, stage_atoms));
       }

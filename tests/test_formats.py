@@ -9,11 +9,21 @@ import torch
 from cards import H200, PORTABLE
 
 from dakrun.engine import Staging, staged_bytes
-from dakrun.formats import PACKED16, Array, KVLayout, Quantised, Rows, Split, WeightFormat
+from dakrun.formats import (
+    KERNEL_FORMATS,
+    PACKED16,
+    Array,
+    KVLayout,
+    Quantised,
+    Rows,
+    Split,
+    WeightFormat,
+)
 from dakrun.geometry import ATOM_COLS, ROWS_PER_BLOCK, SPLITK_X_TILES
 from dakrun.hardware import LOCAL, Card
 from dakrun.kernels import gemm, reference, variants
 from dakrun.kernels.attention import KVShape
+from dakrun.launches import expert_splits
 from dakrun.memory.matrix import TieredMatrix, allocated_bytes
 from dakrun.memory.tiers import allocate_tiers
 from dakrun.models.modules import Linear
@@ -74,6 +84,37 @@ def int8() -> tuple[TieredMatrix, torch.Tensor]:
     for piece in matrix.pieces(1000):
         piece.write(elements[piece.rows], scales[piece.rows])
     return matrix, elements * scales[:, None]
+
+
+@pytest.mark.parametrize("ahead", range(1, 13))
+def test_experts_behind_one_that_is_cut_begin_with_whole_lines(ahead: int) -> None:
+    """As copies over a link should; a row block of 128 columns of this format has 1056 bytes."""
+    stored, shape, height = KERNEL_FORMATS[-1], (3 * 12 * 8, 128), 12
+    placement = (("hbm", 36 - 24 - ahead), ("host", 24 + ahead))
+    counts = [count for _, count in placement]
+    sizes = allocated_bytes(stored, shape, counts, height)
+    splits = expert_splits(
+        counts, expert_row_blocks=height, top_k=2, card=H200, atom_bytes=stored.atom_bytes
+    )
+    tiers = allocate_tiers(dict(zip(("hbm", "host"), sizes, strict=True)), CPU)
+    matrix = TieredMatrix.empty(shape, torch.float16, stored, placement, tiers, splits)
+    assert all(tier.free == 0 for tier in tiers.values())
+    assert splits[1].group == 12 and stored.atom_bytes == 528
+    whole = [matrix.stacked(number, 3) for number in (1, 2)]
+    assert all(part and part.arrays[0].data_ptr() % 128 == 0 for part in whole)
+
+
+def test_groups_of_experts_over_a_link_are_whole_lines() -> None:
+    """In HBM alone those of 352 row blocks have 11, for even waves: 90.75 lines a unit of 8 bits."""
+    whole = 128 * 352
+
+    def groups(counts: Sequence[int], atom_bytes: int) -> list[int]:
+        how = {"expert_row_blocks": 352, "top_k": 8}
+        return [of.group for of in expert_splits(counts, **how, card=H200, atom_bytes=atom_bytes)]
+
+    assert groups([whole], 528) == [11]
+    assert groups([whole - 900, 900], 528) == [8, 8]
+    assert groups([whole - 900, 900], 1024) == [11, 11]
 
 
 def test_products_and_rows_are_those_of_the_elements(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dakrun.config import Workload
-from dakrun.formats import KERNEL_FORMATS, PACKED16, Split, WeightFormat
+from dakrun.formats import KERNEL_FORMATS, PACKED16, Quantised, Split, WeightFormat
 from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
@@ -50,6 +50,26 @@ def deals(draw: st.DrawFn) -> Deal:
     access = st.builds(TierAccess, st.none() | st.integers(1, 40), windows)
     remote = draw(st.lists(access, min_size=len(row_blocks) - 1, max_size=len(row_blocks) - 1))
     return row_blocks, [TierAccess(), *remote], draw(st.integers(1, 200))
+
+
+@given(
+    st.integers(0, 4000),
+    st.integers(1, 4000),
+    st.sampled_from([Quantised("int4", 128), Quantised("e4m3", 128, 4), PACKED16]),
+    st.integers(1, SPLITK_MAX_ROWS),
+    st.booleans(),
+)
+def test_copies_over_a_link_begin_with_whole_lines(
+    near: int, far: int, stored: WeightFormat, n: int, even: bool
+) -> None:
+    """Those of whole groups."""
+    size, tiers = stored.atom_bytes, [TierAccess(), HOST]
+    card, n = hopper(SMS, even_waves=even), min(n, splitk_rows(stored.atom_bytes))
+    splits = split_row_blocks([near, far], tiers, card=card, atom_bytes=size)
+    config = gemm_config(n, splits, tiers, card=card, atom_bytes=size)
+    copy = config.rings[1].atoms * size * splits[1].group
+    assert copy % 128 == 0
+    assert config.rings[1].stages > 1
 
 
 @given(deals(), st.booleans())

@@ -21,7 +21,7 @@ from dakrun.geometry import (
 )
 from dakrun.hardware import Card
 from dakrun.launches.grouped_tiled import grouped_shapes
-from dakrun.launches.tiers import TierAccess
+from dakrun.launches.tiers import TierAccess, is_aligned
 from dakrun.units import ceil_div
 
 MAX_EXPERTS = 512  # of a layer
@@ -61,17 +61,26 @@ class GroupedConfig:
 
 
 def expert_splits(
-    row_blocks: Sequence[int], *, expert_row_blocks: int, top_k: int, card: Card
+    row_blocks: Sequence[int],
+    *,
+    expert_row_blocks: int,
+    top_k: int,
+    card: Card,
+    atom_bytes: int = ATOM_BYTES,
 ) -> tuple[Split, ...]:
     """How the `row_blocks` of each tier are stored: expert after expert, in groups of its own.
 
     An expert lies in one piece of memory, stored alike in every tier, unless it is cut between two.
     Groups divide its row blocks if there are such of half the largest size; a step of one row, of
-    `top_k` experts, is then as even as can be.
+    `top_k` experts, is then as even as can be. If there are remote tiers, copies of groups begin
+    with whole lines if they can. An atom has `atom_bytes`.
     """
     most, height = MAX_GROUP_ROW_BLOCKS, expert_row_blocks
     sizes = [g for g in range(most, most // 2 - 1, -1) if height % g == 0]
     sizes = sizes or [ceil_div(height, ceil_div(height, most))]
+    if any(row_blocks[1:]):
+        unit = atom_bytes * unit_atoms(atom_bytes)
+        sizes = [group for group in sizes if is_aligned(unit * group)] or sizes
     group = min(sizes, key=lambda g: g * ceil_div(ceil_div(top_k * height, g), card.sms))
     before = [0, *itertools.accumulate(row_blocks)]
     return tuple(

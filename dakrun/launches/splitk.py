@@ -25,16 +25,15 @@ from dakrun.geometry import (
     unit_atoms,
 )
 from dakrun.hardware import Card
-from dakrun.launches.tiers import TierAccess
+from dakrun.launches.tiers import TierAccess, is_aligned
 from dakrun.units import ceil_div
 
 PAIRED_TILES = 8  # x_tiles for which a stage may have two groups
 STEP_BYTES = 16 * 1024  # maximum bytes of a step: a group's columns that lie together
 STEP_ATOMS = 8  # maximum atoms along K of a step; a half of K begins with a step
-LINE_BYTES = 128  # of L2
 COPY_BYTES = 8 * 1024  # of W in a stage, at least: a copy takes time to issue, however small it is
 MIN_STAGES = 5  # wanted in a ring: if stages with COPY_BYTES of W are fewer, stages are smaller
-MIN_WINDOW_STAGES = 4  # if only so few leave copies aligned
+MIN_WINDOW_STAGES = 3  # if only so few leave copies aligned
 L2_SPEED = 1.6  # rate at which an SM reads L2, as a multiple of its share of HBM's bandwidth
 X_ALIGN = 1024  # bytes: X's swizzle
 K_SHARES = 4  # of units along K: each of a warpgroup's warps takes one
@@ -132,26 +131,15 @@ def split_row_blocks(
 def group_sizes(row_blocks: int, card: Card, atom_bytes: int, *, far: bool) -> tuple[int, ...]:
     """Sizes that a group of a W with `row_blocks` may have, in row blocks.
 
-    They are at most TILE_ROW_BLOCKS if warps may divide K in MANY_K_SHARES. Of a tier that is `far`,
-    behind a link, a group's steps are whole lines, see _is_aligned().
+    They are at most TILE_ROW_BLOCKS if warps may divide K in MANY_K_SHARES. Of a tier that is
+    `far`, behind a link, a group's steps are whole lines, see is_aligned().
     """
     many = k_shares(row_blocks, 1, card, atom_bytes) == MANY_K_SHARES
     most = TILE_ROW_BLOCKS if many else MAX_GROUP_ROW_BLOCKS
     step = {group: _step_cols(group, atom_bytes) // ATOM_COLS for group in range(1, most + 1)}
     return tuple(
-        group
-        for group, atoms in step.items()
-        if not far or _is_aligned(atom_bytes * atoms * group)
+        group for group, atoms in step.items() if not far or is_aligned(atom_bytes * atoms * group)
     )
-
-
-def _is_aligned(nbytes: int) -> bool:
-    """Whether copies of `nbytes`, one behind the other, begin with whole lines of memory.
-
-    Over a link each line that a copy's pieces touch is a request of its own, so that others take up
-    to 1.2 x as long.
-    """
-    return nbytes % LINE_BYTES == 0
 
 
 def _mixed_tier(row_blocks: Sequence[int], tiers: Sequence[TierAccess]) -> int:
@@ -278,7 +266,7 @@ def ring(
     divisors = [atoms for atoms in range(least, step + 1, least) if step % atoms == 0]
     options = [atoms for atoms in divisors if atoms == least or stages_of(atoms) >= MIN_STAGES]
     # Each group of a stage is a copy. A window needs few stages.
-    aligned = [atoms for atoms in divisors if _is_aligned(atom_bytes * atoms * split.group)]
+    aligned = [atoms for atoms in divisors if is_aligned(atom_bytes * atoms * split.group)]
     few = 0 if tier.window_bytes is None else MIN_WINDOW_STAGES
     options = (
         [atoms for atoms in options if atoms in aligned]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dakrun.formats import Split, WeightFormat, stretches
-from dakrun.geometry import ROWS_PER_BLOCK, first_row, row_block_count
+from dakrun.geometry import LINE_BYTES, ROWS_PER_BLOCK, first_row, row_block_count
 from dakrun.memory.device import device_view
 from dakrun.memory.tiers import Tier, aligned
 
@@ -121,8 +121,8 @@ class TieredMatrix:
         for (tier, count), split in zip(placement, splits, strict=True):
             rows = first_row(first + count, shape[0]) - first_row(first, shape[0])
             arrays = tuple(
-                tiers[tier].allocate((size,), torch.uint8)
-                for size in _sizes(format, rows, shape[1])
+                tiers[tier].allocate((ahead + size,), torch.uint8)[ahead:]
+                for ahead, size in _sizes(format, rows, shape[1], split.height, split.cut)
             )
             parts.append(MatrixPart(tier, split, format, arrays))
             first += count
@@ -225,17 +225,31 @@ class TieredMatrix:
 
 
 def allocated_bytes(
-    format: WeightFormat, shape: tuple[int, int], counts: Sequence[int]
+    format: WeightFormat, shape: tuple[int, int], counts: Sequence[int], height: int = 0
 ) -> list[int]:
-    """Bytes that a matrix takes in each tier, alignment included, for `counts` of row blocks."""
+    """Bytes that a matrix takes in each tier, alignment included, for `counts` of row blocks.
+
+    It may be a stack of matrices of `height` row blocks each.
+    """
     sizes, first = [], 0
     for count in counts:
         rows = first_row(first + count, shape[0]) - first_row(first, shape[0])
-        sizes.append(sum(map(aligned, _sizes(format, rows, shape[1]))))
+        cut = first % height if height else 0
+        sizes.append(sum(aligned(sum(of)) for of in _sizes(format, rows, shape[1], height, cut)))
         first += count
     return sizes
 
 
-def _sizes(format: WeightFormat, rows: int, cols: int) -> list[int]:
-    """Bytes of each array of a part with `rows`."""
-    return [array.nbytes(rows) for array in format.arrays(cols)]
+def _sizes(
+    format: WeightFormat, rows: int, cols: int, height: int, cut: int
+) -> list[tuple[int, int]]:
+    """Bytes of each array of a part with `rows`, and how many are left free ahead of them.
+
+    So many that stacked matrices of `height` row blocks begin with whole lines if they can, though
+    the part lacks the first `cut` row blocks of its first one.
+    """
+    rest = -cut % height if height else 0  # row blocks ahead of the first whole matrix
+    return [
+        (-rest * array.row_block_bytes % LINE_BYTES, array.nbytes(rows))
+        for array in format.arrays(cols)
+    ]

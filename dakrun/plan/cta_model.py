@@ -16,7 +16,7 @@ from dakrun.geometry import (
     group_count,
 )
 from dakrun.hardware import Card, HardwareProfile, KernelModel, RemoteTier
-from dakrun.launches import kernel_for, group_sizes
+from dakrun.launches import group_sizes, kernel_for
 from dakrun.plan.many_rows import many_rows_sms, many_rows_times
 from dakrun.plan.ops import Op
 from dakrun.plan.roofline import bytes_in_flight, is_windowed, predicted_time

@@ -83,9 +83,12 @@ def tier_capacities(plan: Plan, *, packed: bool) -> dict[str, int]:
     """Bytes to allocate in each tier for the plan's matrices and KV blocks, alignment included."""
     sizes = [aligned(plan.memory(number)["kv"]) for number in range(len(plan.tiers))]
     for op in plan.weights():
+        stored, matrix = op.op.stored(packed=packed), op.op.matrix
+        height = 0
+        if packed and isinstance(matrix, Experts):
+            height = matrix.expert_rows // ROWS_PER_BLOCK
         for counts in op.placement:
-            stored = op.op.stored(packed=packed)
-            for number, size in enumerate(allocated_bytes(stored, op.op.shape, counts)):
+            for number, size in enumerate(allocated_bytes(stored, op.op.shape, counts, height)):
                 sizes[number] += size
     return dict(zip(plan.tiers, sizes, strict=True))
 
@@ -151,7 +154,10 @@ def _splits(
     if isinstance(matrix, Experts):
         height = matrix.expert_rows // ROWS_PER_BLOCK
         top_k = matrix.routing.top_k
-        return expert_splits(counts, expert_row_blocks=height, top_k=top_k, card=packing.card)
+        return expert_splits(
+            counts, expert_row_blocks=height, top_k=top_k, card=packing.card,
+            atom_bytes=stored.atom_bytes,
+        )  # fmt: skip
     accesses = packing.accesses[matrix.op]
     return split_row_blocks(counts, accesses, card=packing.card, atom_bytes=stored.atom_bytes)
 
