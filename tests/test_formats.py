@@ -105,7 +105,7 @@ def test_experts_behind_one_that_is_cut_begin_with_whole_lines(ahead: int) -> No
 
 
 def test_groups_of_experts_over_a_link_are_whole_lines() -> None:
-    """In HBM alone those of 352 row blocks have 11, for even waves: 90.75 lines a unit of 8 bits."""
+    """In HBM alone those of 352 row blocks have 11: 90.75 lines a unit of 8 bits."""
     whole = 128 * 352
 
     def groups(counts: Sequence[int], atom_bytes: int) -> list[int]:
