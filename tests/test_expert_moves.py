@@ -23,11 +23,12 @@ PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 40)), [3, 3, 3]]
 
 def test_which_experts_change_places() -> None:
     tiers = [0, 0, None, 1, 1, 2]
-    assert pairs([40, 5, 99, 80, 6, 60], tiers) == [(3, 1)]
-    assert pairs([10, 5, 99, 80, 6, 90], tiers) == [(5, 1), (3, 0)]
-    assert pairs([10, 10, 0, 12, 14, 11], tiers) == []  # may be chance
-    assert pairs([20, 40, 0, 12, 54, 11], tiers) == []  # as well, of the extremes of many
-    assert pairs([0] * 6, tiers) == []
+    assert pairs([40, 5, 99, 80, 6, 60], tiers, 300, 8) == [(3, 1)]
+    assert pairs([10, 5, 99, 80, 6, 90], tiers, 300, 8) == [(5, 1), (3, 0)]
+    assert pairs([10, 10, 0, 12, 14, 11], tiers, 300, 8) == []  # may be chance
+    assert pairs([20, 40, 0, 12, 54, 11], tiers, 300, 8) == []  # as well, of the extremes of many
+    assert pairs([10, 5, 99, 80, 6, 90], tiers, 300, 512) == []  # all are read in nearly all steps
+    assert pairs([0] * 6, tiers, 0, 8) == []
 
 
 def skewed(path: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -20,6 +20,8 @@ WINDOW = 32  # decode steps between two looks at the counts
 # Standard deviations by which two counts differ, at least, for experts to be exchanged. Of 64 local
 # and 64 remote experts that are chosen alike, the least and the most chosen differ by 3.4.
 SIGNIFICANT = 5.0
+# Reads of a step that an exchange must save, at least: it costs the link one read of an expert.
+LEAST_SAVED = 0.02
 
 # Exchanges the experts at two stack indices of a layer, the first remote and the second local.
 # The iterator is advanced once before each step until it ends. It yields whether an expert lies
@@ -46,7 +48,8 @@ class ExpertMoves:
         self._exchange = exchange or self._swap
         self._counted = torch.zeros_like(use.chosen(), device="cpu")  # up to the last pairs
         self._looked: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._steps = 0
+        self._steps = self._tokens = 0  # of decoding, up to the last look
+        self._rows = 0.0  # of a decode step between the last two looks
         self._due: deque[tuple[int, int, int]] = deque()  # a layer, and two stack indices
         self._together, self._moving = together, list[Iterator[bool]]()
         self._tiers = [tiers_of_stack(mixture, matrices) for mixture in use.mixtures]
@@ -88,11 +91,12 @@ class ExpertMoves:
         """Start to read the counts if WINDOW steps have passed; find pairs once they are read."""
         use = self._use
         if use.steps < self._steps:  # the counts have been cleared
-            self._steps, self._looked = 0, None
+            self._steps, self._tokens, self._looked = 0, 0, None
             self._counted.zero_()
         idle = not (self._looked or self._due or self._moving)
         if idle and use.steps - self._steps >= WINDOW:
-            self._steps = use.steps
+            self._rows = (use.tokens - self._tokens) / (use.steps - self._steps)
+            self._steps, self._tokens = use.steps, use.tokens
             chosen = use.chosen()
             counted = download(chosen)
             ready = torch.cuda.current_stream().record_event() if chosen.is_cuda else None
@@ -103,7 +107,9 @@ class ExpertMoves:
         recent, found = (counted - self._counted).tolist(), []
         for layer, (by_expert, tiers) in enumerate(zip(recent, self._tiers, strict=True)):
             counts = [by_expert[expert] for expert in use.orders[layer]]
-            found += [(counts[at] - counts[to], layer, at, to) for at, to in pairs(counts, tiers)]
+            tokens = sum(counts) / use.mixtures[layer].router.routing.top_k
+            of_layer = pairs(counts, tiers, tokens, self._rows)
+            found += [(counts[at] - counts[to], layer, at, to) for at, to in of_layer]
         self._due.extend((layer, at, to) for _, layer, at, to in sorted(found, reverse=True))
         if found:  # else counts add up until they tell
             self._counted = counted
@@ -121,18 +127,27 @@ class ExpertMoves:
         yield from ()
 
 
-def pairs(counts: list[int], tiers: list[int | None]) -> list[tuple[int, int]]:
-    """Stack indices to exchange, by `counts` of some steps and the tier of each, 0 the local one.
+def pairs(
+    counts: list[int], tiers: list[int | None], tokens: float, rows: float
+) -> list[tuple[int, int]]:
+    """Stack indices to exchange, by the tier of each, 0 the local one, and by recent `counts`.
 
     The most chosen remote expert is exchanged with the least chosen local one, the second most
-    chosen with the second least chosen, as long as their counts differ by more than chance. A
-    tier of None marks an expert that cannot move.
+    chosen with the second least chosen, as long as their counts differ by more than chance, and
+    steps of `rows` rows read the one more often. They are counts of `tokens`. A tier of None marks
+    an expert that cannot move.
     """
+
+    def reads(count: int) -> float:
+        """The chance that a step reads an expert."""
+        return 1 - (1 - min(1.0, count / tokens)) ** rows if tokens else 0.0
+
     local = sorted((n, at) for at, n in enumerate(counts) if tiers[at] == 0)
     remote = sorted(((n, at) for at, n in enumerate(counts) if tiers[at]), reverse=True)
     found = []
     for (cold, to), (hot, at) in zip(local, remote, strict=False):
-        if hot - cold <= SIGNIFICANT * math.sqrt(hot + cold):
+        chance = SIGNIFICANT * math.sqrt(hot + cold)
+        if hot - cold <= chance or reads(hot) - reads(cold) < LEAST_SAVED:
             break
         found.append((at, to))
     return found
