@@ -3,6 +3,7 @@
 Pure functions of shapes, row blocks per tier and card, as tiled.py has them for one matrix.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ TALL_TILES = 40  # of 8 rows of X: with more, accumulators leave too few registe
 DEVIATIONS = 2  # of an expert's rows from the mean that a tile is to hold
 
 
+@functools.cache
 def grouped_shapes(card: Card, atom_bytes: int = ATOM_BYTES) -> tuple[Shape, ...]:
     """Shapes for atoms of `atom_bytes`, that of few rows of X first; none if the rings do not fit.
 

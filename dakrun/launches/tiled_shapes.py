@@ -1,6 +1,7 @@
 """Launches of the tiled GEMM: shapes of tiles, rings and tiers. Chooses nothing."""
 
 import bisect
+import functools
 from dataclasses import dataclass, replace
 
 from dakrun.geometry import (
@@ -243,7 +244,7 @@ class Launch:
         """CTAs of all tiers."""
         return self.shape.ctas * self.clusters
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: output blocks and stages."""
         return self.blocks * OUTPUT_BLOCK_BYTES + self._ring_bytes

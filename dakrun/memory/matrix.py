@@ -4,8 +4,10 @@ Knows row blocks, formats and tiers; neither what the rows mean nor how they are
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -138,6 +140,15 @@ class TieredMatrix:
             first = last
         return tuple(found)
 
+    @functools.cached_property
+    def row_blocks_by_tier(self) -> tuple[tuple[str, int], ...]:
+        """Row blocks by tier, in row order.
+
+        Consecutive parts in one tier, such as local rows and the staged rows behind them, are one.
+        """
+        runs = itertools.groupby(self.parts, key=lambda part: part.tier)
+        return tuple((tier, sum(part.split.row_blocks for part in parts)) for tier, parts in runs)
+
     def stacked(self, number: int, count: int) -> MatrixPart | None:
         """Matrix `number` of the `count` that this one stacks, as views.
 
@@ -188,6 +199,11 @@ class TieredMatrix:
     def format(self) -> WeightFormat:
         """The format of the first part: of all, in a matrix that kernels read."""
         return self.parts[0].format
+
+    @functools.cached_property
+    def descriptions(self) -> dict[torch.device, Any]:
+        """What kernels on a device have made of this matrix, for their next launches."""
+        return {}
 
     @functools.cached_property
     def _addresses(self) -> dict[torch.device, torch.Tensor]:

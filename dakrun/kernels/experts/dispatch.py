@@ -16,7 +16,6 @@ from dakrun.kernels.experts.grouped_splitk import PairSums, down, gate_up
 from dakrun.kernels.experts.grouped_tiled import grouped_tiled_gemm, tile_counters
 from dakrun.kernels.experts.permute import combine, permute
 from dakrun.kernels.experts.route import Routed, route
-from dakrun.kernels.gemm import row_blocks_by_tier
 from dakrun.launches import (
     EXPERT_CHUNK_ROWS,
     GroupedConfig,
@@ -155,7 +154,7 @@ class ExpertProducts:
 
         All of them let their successor start after their own wait, so that `routed` is complete.
         """
-        tiers, row_blocks = zip(*row_blocks_by_tier(weight), strict=True)
+        tiers, row_blocks = zip(*weight.row_blocks_by_tier, strict=True)
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         launch: Launch = _tiled(
             len(x), self._routing.experts, row_blocks, tuple(access[tier] for tier in tiers),

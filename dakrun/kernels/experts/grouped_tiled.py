@@ -3,6 +3,8 @@
 Knows operands and a launch configuration, neither a router nor a plan.
 """
 
+import functools
+
 import torch
 
 from dakrun.config import Activation
@@ -14,7 +16,6 @@ from dakrun.kernels.gemm.tiled import (
     Args,
     TierTiles,
     defines,
-    row_blocks_by_tier,
     takes_boxes,
 )
 from dakrun.kernels.runtime import jit, operands
@@ -62,7 +63,7 @@ def grouped_tiled_gemm(
     up to `ends`[e], int32 [E], are those of the experts up to e; rows behind the last are left out.
     With "silu_mul" even rows of a matrix are gates and odd rows ups, and out is [N, M / 2].
     Operands are in the weight's dtype on one GPU; accumulators are float32. `launch` is for the
-    tiers of row_blocks_by_tier(weight), `counters` are those of tile_counters(). With `pdl` the
+    tiers of weight.row_blocks_by_tier, `counters` are those of tile_counters(). With `pdl` the
     launch may start while its predecessor ends, and reads weights meanwhile: `listed` says that
     `ends` is complete by then, since the predecessor was written to let it start only then.
     Raises ValueError if an operand does not fit the others.
@@ -111,17 +112,20 @@ def grouped_tiled_gemm(
         field[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), box_rows, 1)
     if args.boxes:
         args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
-    args.tiers[:] = _tiers(ceil_div(n, experts), weight, launch)
+    args.tiers[:] = _tiers(ceil_div(n, experts), weight.row_blocks_by_tier, launch)
     macros = defines(weight.dtype, shape)
     kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
     kernel.launch(launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, pdl=pdl)
     return out
 
 
-def _tiers(rows: int, weight: TieredMatrix, launch: Launch) -> tuple[TierTiles, ...]:
+@functools.lru_cache(maxsize=4096)
+def _tiers(
+    rows: int, by_tier: tuple[tuple[str, int], ...], launch: Launch
+) -> tuple[TierTiles, ...]:
     """The kernel's `tiers` for about `rows` rows of X an expert, with the last one's end."""
     found, first, cluster = [], 0, 0
-    for (name, row_blocks), tier in zip(row_blocks_by_tier(weight), launch.tiers, strict=True):
+    for (name, row_blocks), tier in zip(by_tier, launch.tiers, strict=True):
         if row_blocks and not tier.clusters:
             raise ValueError(f"expected CTAs for the row blocks in {name}, got {launch}")
         found.append(

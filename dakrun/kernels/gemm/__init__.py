@@ -17,7 +17,6 @@ from dakrun.kernels.gemm.splitk import (
 from dakrun.kernels.gemm.tiled import (
     AFTER_REMOTE,
     StreamKWorkspace,
-    row_blocks_by_tier,
     tiled_gemm,
 )
 
@@ -31,7 +30,6 @@ __all__ = [
     "addresses",
     "factor_of",
     "look_ahead",
-    "row_blocks_by_tier",
     "splitk_gemm",
     "tiled_gemm",
 ]

@@ -180,7 +180,7 @@ class Products:
         self, n: int, weight: TieredMatrix, accesses: Sequence[TierAccess]
     ) -> TiledConfig:
         """The launches of the tiled GEMM, in which parts of one tier are one."""
-        tiers, row_blocks = zip(*tiled_gemm.row_blocks_by_tier(weight), strict=True)
+        tiers, row_blocks = zip(*weight.row_blocks_by_tier, strict=True)
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         by_tier = tuple(access[tier] for tier in tiers)
         return _tiled_config(

@@ -66,6 +66,13 @@ def atom_count(cols: int, stored: WeightFormat) -> int:
 
 def packed_matrix(weight: TieredMatrix, device: torch.device) -> PackedMatrix:
     """Describe `weight` to kernels on `device`. Raises ValueError as `addresses` does."""
+    if device not in weight.descriptions:
+        weight.descriptions[device] = _packed_matrix(weight, device)
+    found: PackedMatrix = weight.descriptions[device]
+    return found
+
+
+def _packed_matrix(weight: TieredMatrix, device: torch.device) -> PackedMatrix:
     matrix = PackedMatrix(
         addresses=addresses(weight, device),
         tier_count=len(weight.parts),

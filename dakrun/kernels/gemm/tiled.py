@@ -4,7 +4,7 @@ Knows operands and a launch configuration, no models and no plans.
 """
 
 import ctypes
-import itertools
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -102,15 +102,6 @@ class StreamKWorkspace:
         return partials >= config.partial_bytes and flags >= config.stream_k_ctas * WARPS
 
 
-def row_blocks_by_tier(weight: TieredMatrix) -> tuple[tuple[str, int], ...]:
-    """Row blocks of `weight` by tier, in row order.
-
-    Consecutive parts in one tier, such as local rows and the staged rows behind them, are one.
-    """
-    runs = itertools.groupby(weight.parts, key=lambda part: part.tier)
-    return tuple((tier, sum(part.split.row_blocks for part in parts)) for tier, parts in runs)
-
-
 def tiled_gemm(
     x: torch.Tensor,
     weight: TieredMatrix,
@@ -126,7 +117,7 @@ def tiled_gemm(
     """out [N, M] = activation(x [N, K] weight [M, K]^T + bias [M]) + residual [N, M].
 
     All operands are in the weight's dtype on one GPU; accumulators are float32; N is at most
-    TILED_MAX_ROWS. `config` is for the tiers of row_blocks_by_tier(weight). With "silu_mul" even
+    TILED_MAX_ROWS. `config` is for the tiers of weight.row_blocks_by_tier. With "silu_mul" even
     rows of `weight` are gates and odd rows ups, out [N, M / 2] = silu(x gate^T) * (x up^T). With
     `pdl` the launch may start while its predecessor ends, and reads weights meanwhile.
     Raises ValueError if an operand does not fit the others.
@@ -137,9 +128,8 @@ def tiled_gemm(
     width = m // 2 if gated else m
     if not 1 <= n <= TILED_MAX_ROWS or not config.launches:
         raise ValueError(f"the configuration is not one for {n} rows and this weight: {config}")
-    _check_tiers(weight, config)
-    given = workspace or StreamKWorkspace.empty(TiledConfig(()), x.device)
-    if not given.fits(config):
+    _check_tiers(weight.row_blocks_by_tier, config)
+    if config.stream_k_ctas and not (workspace and workspace.fits(config)):
         raise ValueError(f"expected a workspace for Stream-K's partial tiles of {config}")
     args = Args(
         boxes=int(not gated and takes_boxes(out)),
@@ -150,8 +140,8 @@ def tiled_gemm(
         bias=operands.address(bias),
         residual=operands.address(residual),
         y=out.data_ptr(),
-        partials=given.partials.data_ptr(),
-        partial_flags=given.flags.data_ptr(),
+        partials=workspace.partials.data_ptr() if workspace else 0,
+        partial_flags=workspace.flags.data_ptr() if workspace else 0,
         weight=packed_matrix(weight, x.device),
     )
     orders = (ALONE,) if len(config.launches) == 1 else (BEFORE_LOCAL, AFTER_REMOTE)
@@ -168,15 +158,16 @@ def tiled_gemm(
             field[:] = atoms_map(x.data_ptr(), x.dtype, (n, k), rows or args.box_rows, 1)
         if args.boxes:
             args.y_boxes[:] = boxes_map(out.data_ptr(), out.dtype, (n, width), shape.output_box)
-        args.tiers[:] = _tiers(n, weight, launch)
+        args.tiers[:] = _tiers(n, weight.row_blocks_by_tier, launch)
         macros = defines(weight.dtype, shape)
         kernel = jit.kernel(SOURCE, "tiled_gemm", {**macros, **weight.format.macros})
         kernel.launch(
             launch.ctas, TILED_THREADS, args, shared_bytes=launch.shared_bytes, cluster=shape.ctas,
             pdl=pdl or order == AFTER_REMOTE,
         )  # fmt: skip
-        args.partials += launch.partial_bytes
-        args.partial_flags += 4 * WARPS * launch.stream_k_ctas
+        if workspace:
+            args.partials += launch.partial_bytes
+            args.partial_flags += 4 * WARPS * launch.stream_k_ctas
     return out
 
 
@@ -185,9 +176,10 @@ def takes_boxes(out: torch.Tensor) -> bool:
     return out.data_ptr() % TMA_BYTES == 0 and out.shape[1] * out.itemsize % TMA_BYTES == 0
 
 
-def _check_tiers(weight: TieredMatrix, config: TiledConfig) -> None:
+@functools.lru_cache(maxsize=4096)
+def _check_tiers(tiers: tuple[tuple[str, int], ...], config: TiledConfig) -> None:
     """Check that each tier with row blocks has one launch, and all have the same segments of K."""
-    launches, tiers = config.launches, row_blocks_by_tier(weight)
+    launches = config.launches
     if any(len(launch.tiers) != len(tiers) for launch in launches) or (
         len({launch.shape.k_ctas for launch in launches}) > 1
     ):
@@ -203,10 +195,11 @@ def _check_tiers(weight: TieredMatrix, config: TiledConfig) -> None:
             )
 
 
-def _tiers(n: int, weight: TieredMatrix, launch: Launch) -> tuple[TierTiles, ...]:
+@functools.lru_cache(maxsize=4096)
+def _tiers(n: int, by_tier: tuple[tuple[str, int], ...], launch: Launch) -> tuple[TierTiles, ...]:
     """The kernel's `tiers` for `n` rows of X, with the end of the last one behind it."""
     found, first, cluster, shape = [], 0, 0, launch.shape
-    for (_, row_blocks), tier in zip(row_blocks_by_tier(weight), launch.tiers, strict=True):
+    for (_, row_blocks), tier in zip(by_tier, launch.tiers, strict=True):
         w_tiles = ceil_div(row_blocks, tier.tile_row_blocks * shape.w_ctas)
         x_tiles = ceil_div(n, shape.rows)
         waves = ceil_div(w_tiles * x_tiles, max(1, tier.clusters))

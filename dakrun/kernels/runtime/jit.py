@@ -58,12 +58,8 @@ class Kernel:
         self._allow(shared_bytes)
         config = _launch_config(driver, grid, block, shared_bytes)
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        attributes = []
-        if cluster > 1:
-            attributes.append(_cluster_attribute(driver, cluster))
-        if pdl:
-            attributes.append(_pdl_attribute(driver))
-        config.attrs, config.numAttrs = attributes, len(attributes)
+        if attributes := _attributes(cluster, pdl):
+            config.attrs, config.numAttrs = attributes, len(attributes)
         padded = _padded(args)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(padded))
         (status,) = driver.cuLaunchKernelEx(
@@ -248,6 +244,14 @@ def _launch_config(driver: Any, grid: int, block: int, shared_bytes: int) -> Any
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
     config.sharedMemBytes = shared_bytes
     return config
+
+
+@functools.cache
+def _attributes(cluster: int, pdl: bool) -> list[Any]:
+    """Attributes of launches in clusters, and of launches with PDL."""
+    driver = _driver()
+    clusters = [_cluster_attribute(driver, cluster)] if cluster > 1 else []
+    return clusters + ([_pdl_attribute(driver)] if pdl else [])
 
 
 def _cluster_attribute(driver: Any, size: int) -> Any:
