@@ -108,22 +108,48 @@ class Layers:
         splitk_gemm(x, matrix, config, out, activation=activation, eps=EPS, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 8, 13])
-@pytest.mark.parametrize("layout", [FEW_LAYOUTS[0], FEW_LAYOUTS[-1]], ids=str)
-def test_launches_that_overlap(
+def rows_and_layers(
     layout: Quantised, n: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Errors are at most twice those of torch; nothing depends on how launches overlap."""
+) -> tuple[torch.Tensor, Layers]:
+    """Rows of X, and the layers that they pass."""
     hidden, ffn = (1024, 3072) if device.type == "cuda" else (136, 200)
     layers = Layers(layout, hidden, ffn, dtype, device)
-    x = normal(n, hidden, dtype=dtype, device=str(device))
-    launch: Callable[[], list[torch.Tensor]]
-    launch = partial(layers.launch, kept := x.clone(), torch.empty_like(x), pdl=False)
-    wanted = [tensor.clone() for tensor in launch()]
+    return normal(n, hidden, dtype=dtype, device=str(device)), layers
+
+
+CASES = [
+    pytest.mark.parametrize("layout", [FEW_LAYOUTS[0], FEW_LAYOUTS[-1]], ids=str),
+    pytest.mark.parametrize("n", [1, 8, 13]),
+    pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16]),
+]
+
+
+def of_all_cases(test: Callable[..., None]) -> Callable[..., None]:
+    """`test` of each layout, number of rows and dtype."""
+    for case in CASES:
+        test = case(test)
+    return test
+
+
+@of_all_cases
+def test_errors_are_at_most_twice_those_of_torch(
+    layout: Quantised, n: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, layers = rows_and_layers(layout, n, dtype, device)
+    layers.launch(kept := x.clone(), torch.empty_like(x), pdl=False)
     exact = layers.exact(x.double())
     errors = [(found.double() - exact).norm().item() for found in (kept, layers.exact(x))]
     assert errors[0] <= 2 * errors[1] and not math.isnan(errors[0])
+
+
+@of_all_cases
+def test_launches_that_overlap(
+    layout: Quantised, n: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Nothing depends on how launches overlap, on a GPU those of a graph."""
+    x, layers = rows_and_layers(layout, n, dtype, device)
+    found = layers.launch(x.clone(), torch.empty_like(x), pdl=False)
+    wanted = [tensor.clone() for tensor in found]
     launch = partial(layers.launch, again := x.clone(), torch.empty_like(x), pdl=True)
     if device.type == "cpu":
         assert all(map(torch.equal, launch(), wanted))
