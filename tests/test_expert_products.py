@@ -11,7 +11,7 @@ from packed_matrices import normal, packed
 
 from dakrun.config import Routing
 from dakrun.formats import Split
-from dakrun.geometry import ATOM_BYTES, SPLITK_MAX_ROWS
+from dakrun.geometry import ATOM_BYTES, SPLITK_MAX_ROWS, TILED_MAX_ROWS
 from dakrun.hardware import Card
 from dakrun.kernels import normalize
 from dakrun.kernels.experts import dispatch
@@ -25,12 +25,15 @@ from dakrun.launches import (
     expert_buffer_bytes,
     expert_chunks,
     expert_splits,
+    few_expert_rows,
     grouped_config,
+    grouped_shapes,
     grouped_tiles,
     router_ctas,
     router_rows,
 )
 from dakrun.memory.matrix import TieredMatrix
+from dakrun.models import known_model
 
 ROUTING = Routing(experts=6, top_k=2)
 HIDDEN, FFN = 64, 24
@@ -91,8 +94,8 @@ def test_rows_in_chunks_are_as_rows_together(
     ]
     accesses, found = (TierAccess(), TierAccess(sms=1)), []
     for step in (64, 5):
-        monkeypatch.setattr("dakrun.launches.experts.EXPERT_CHUNK_ROWS", step)
-        monkeypatch.setattr(dispatch, "EXPERT_CHUNK_ROWS", step)
+        for module in ("dakrun.launches.experts", "dakrun.kernels.experts.dispatch"):
+            monkeypatch.setattr(f"{module}.few_expert_rows", lambda step=step, **_: step)
         run = products(n, kernel_device)
         choices = run.route(x, weight, None, lengths)
         assert len(choices) == -(-n // step)
@@ -122,7 +125,7 @@ def test_the_first_product_starts_early_where_each_sm_gets_one_of_its_ctas(
     monkeypatch.setattr(ExpertProducts, "_config", lambda *_: None)
     like = torch.empty(0, dtype=torch.float16)
     card = SMALL if small else hopper(132)
-    run = ExpertProducts(rows, ROUTING, HIDDEN, FFN, like, card)
+    run = ExpertProducts(rows, Routing(experts=128, top_k=8), HIDDEN, FFN, like, card)
     x, weight = torch.zeros(rows, HIDDEN), packed(torch.zeros(96, 64).half(), [Split(12)])
     for pdl in (True, False):
         run.gate_up(x, [(slice(0, rows), run._routed[0])], weight, (TierAccess(),), pdl=pdl)
@@ -178,11 +181,40 @@ def test_a_graph_replays_what_the_router_chooses_then(n: int) -> None:
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@given(st.integers(1, 5000))
-def test_chunks_are_all_rows_once(rows: int) -> None:
-    chunks = expert_chunks(rows, hopper(3))
+@given(
+    st.integers(1, 20_000), st.integers(1, 512), st.integers(1, 16),
+    st.sampled_from([ATOM_BYTES, 272, 528]), st.sampled_from([hopper(132), SMALL]),
+)  # fmt: skip
+def test_chunks_are_all_rows_once(
+    rows: int, experts: int, top_k: int, atom_bytes: int, card: Card
+) -> None:
+    """A launch has up to as many rows as its kernel takes; few are SplitK_GEMM's."""
+    how = {"experts": experts, "top_k": min(top_k, experts)}
+    chunks = expert_chunks(rows, **how, card=card, atom_bytes=atom_bytes)
     assert chunks[0].start == 0 and chunks[-1].stop == rows
     assert all(a.stop == b.start for a, b in pairwise(chunks))
+    few = few_expert_rows(**how, card=card, atom_bytes=atom_bytes)
+    most = TILED_MAX_ROWS if rows > few and grouped_shapes(card, atom_bytes) else few
+    assert max(of.stop - of.start for of in chunks) <= most
+    assert 1 <= few <= 64
+
+
+@pytest.mark.parametrize(
+    ("name", "few", "quantized"),
+    [("qwen3-30b-a3b", 64, 64), ("mixtral-8x7b", 16, 32), ("glm-4.5-air", 64, 64)],
+)
+def test_experts_with_many_rows_each_are_multiplied_by_the_tiled_gemm(
+    name: str, few: int, quantized: int
+) -> None:
+    """Mixtral's have 16 rows each of 64, of which SplitK_GEMM would need twice the time."""
+    model = known_model(name)
+    assert model and model.mixture
+    how = {"experts": model.mixture.routing.experts, "top_k": model.mixture.routing.top_k}
+    assert few_expert_rows(**how, card=hopper(132)) == few
+    assert few_expert_rows(**how, card=hopper(132), atom_bytes=528) == quantized
+    sizes = {"hidden": model.hidden_size, "ffn": model.mixture.ffn_size}
+    both = [expert_buffer_bytes(few + 1, **how, **sizes, quantized=of) for of in (False, True)]
+    assert both[0] <= both[1]
 
 
 @given(

@@ -8,7 +8,7 @@ from tools import grouped_speed
 from tools.grouped_speed import Mixture, Step
 
 from dakrun.config import Routing
-from dakrun.kernels.experts import dispatch, grouped_tiled
+from dakrun.kernels.experts import grouped_tiled
 
 SMALL = Mixture(Routing(experts=6, top_k=2), hidden=128, ffn=64)
 
@@ -23,12 +23,9 @@ def emulated(emulated_kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Step:
-    """A step of that many rows, of which more than 8 are many."""
+def step(request: pytest.FixtureRequest) -> Step:
+    """A step of that many rows, of which more than 12 are many."""
     torch.manual_seed(0)
-    for module in (dispatch, grouped_speed):
-        monkeypatch.setattr(module, "EXPERT_CHUNK_ROWS", 8)
-    monkeypatch.setattr("dakrun.launches.experts.EXPERT_CHUNK_ROWS", 8)
     layers = [SMALL.layer(hopper(3), torch.device("cpu")) for _ in range(2)]
     return Step(layers, request.param, SMALL, hopper(3))
 

@@ -34,9 +34,11 @@ ALIGN = 128  # bytes, of W and of X in a stage
 # ROUTER_MAX_ROWS rows of X in tiles of ROUTER_TILE_ROWS.
 ROUTER_EXPERTS, ROUTER_COLS, ROUTER_TILE_ROWS, ROUTER_MAX_ROWS = 16, 512, 8, 64
 ROUTER_LOGITS = (128, 256, MAX_EXPERTS)  # of a row, and variants: up to so many experts
-# Rows of X in one launch of SplitK_GEMM. H100, Qwen3-30B-A3B: 64 take 453 us, but 512 take 1,312,
-# where the grouped tiled GEMM takes 436.
-EXPERT_CHUNK_ROWS = 64
+EXPERT_CHUNK_ROWS = 64  # rows of X in one launch of SplitK_GEMM
+# Rows that experts have in the mean, up to which SplitK_GEMM multiplies them: those of 16 bits, and
+# of fewer, of which it takes 16 rows at a time. On an H100 it reads experts of 16 bits at 2.84 TB/s
+# if they have 4 rows each, but at 1.19 if 16; the grouped tiled GEMM at 2.78 if they have 32.
+FEW_ROWS_OF_EXPERT, FEW_ROWS_OF_UNITS = 4, 8
 # Rows that an expert may have in one pass over its W, as a multiple of their mean. A second pass
 # reads W from L2, but once more over the link if it is remote.
 SPREAD = 4
@@ -89,27 +91,49 @@ def expert_splits(
     )
 
 
-def expert_chunks(rows: int, card: Card, atom_bytes: int = ATOM_BYTES) -> list[slice]:
-    """The rows of X that launches of products with experts take in turns, of `rows` in all.
+def few_expert_rows(*, experts: int, top_k: int, card: Card, atom_bytes: int = ATOM_BYTES) -> int:
+    """Rows of X up to which SplitK_GEMM multiplies them with `top_k` of `experts` each.
 
-    More than EXPERT_CHUNK_ROWS are for the grouped tiled GEMM, if the card has room for its rings.
+    A launch of more is the grouped tiled GEMM's, if the card has room for its rings.
     """
-    many = rows > EXPERT_CHUNK_ROWS and grouped_shapes(card, atom_bytes)
-    step = TILED_MAX_ROWS if many else EXPERT_CHUNK_ROWS
+    if not grouped_shapes(card, atom_bytes):
+        return EXPERT_CHUNK_ROWS
+    units = unit_atoms(atom_bytes) > 1
+    return _few_rows(experts, top_k, FEW_ROWS_OF_UNITS if units else FEW_ROWS_OF_EXPERT)
+
+
+def _few_rows(experts: int, top_k: int, mean: int) -> int:
+    """Rows of X with which experts have up to `mean` rows each in the mean, within a launch."""
+    return max(1, min(EXPERT_CHUNK_ROWS, mean * experts // top_k))
+
+
+def expert_chunks(
+    rows: int, *, experts: int, top_k: int, card: Card, atom_bytes: int = ATOM_BYTES
+) -> list[slice]:
+    """The rows of X that launches of products with experts take in turns, of `rows` in all."""
+    few = few_expert_rows(experts=experts, top_k=top_k, card=card, atom_bytes=atom_bytes)
+    many = rows > few and grouped_shapes(card, atom_bytes)
+    step = TILED_MAX_ROWS if many else few
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def expert_buffer_bytes(rows: int, *, experts: int, top_k: int, hidden: int, ffn: int) -> int:
+def expert_buffer_bytes(
+    rows: int, *, experts: int, top_k: int, hidden: int, ffn: int, quantized: bool = False
+) -> int:
     """Bytes of what kernels keep of passes of up to `rows` rows through experts of size `ffn`.
 
     That are gated rows, the router's choices with what it needs meanwhile, weighted products, and
-    for many rows copies of them.
+    for many rows copies of them. Experts of a `quantized` model may have 16 bits or fewer.
     """
     logits, counts = ceil_div(hidden, ROUTER_COLS) * router_logits(experts), ceil_div(experts, 8)
     gated, chosen = 2 * top_k * ffn, 4 * (5 * top_k + logits + counts)
-    sums = min(rows, EXPERT_CHUNK_ROWS) * 4 * (top_k * hidden + hidden // ROWS_PER_BLOCK)
-    copies = min(rows, TILED_MAX_ROWS) if rows > EXPERT_CHUNK_ROWS else 0
-    return rows * (gated + chosen) + sums + copies * 2 * top_k * hidden
+    most = 0
+    for mean in (FEW_ROWS_OF_EXPERT, FEW_ROWS_OF_UNITS)[: 2 if quantized else 1]:
+        few = _few_rows(experts, top_k, mean)
+        sums = min(rows, few) * 4 * (top_k * hidden + hidden // ROWS_PER_BLOCK)
+        copies = min(rows, TILED_MAX_ROWS) if rows > few else 0
+        most = max(most, sums + copies * 2 * top_k * hidden)
+    return rows * (gated + chosen) + most
 
 
 def router_logits(experts: int) -> int:

@@ -59,7 +59,12 @@ def activation_bytes(
         experts, top_k = of.routing.experts, of.routing.top_k
         in_kernels += sum(
             expert_buffer_bytes(
-                n, experts=experts, top_k=top_k, hidden=model.hidden_size, ffn=of.ffn_size
+                n,
+                experts=experts,
+                top_k=top_k,
+                hidden=model.hidden_size,
+                ffn=of.ffn_size,
+                quantized=model.quantization is not None,
             )
             # of passes with prompts, of decode steps, and of those with drafts
             for n in (rows, workload.batch_size, verified)

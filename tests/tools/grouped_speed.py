@@ -38,7 +38,7 @@ from dakrun.lab.ceilings import FULL
 from dakrun.lab.chain import seconds_round_robin
 from dakrun.lab.memory import measure_ceilings
 from dakrun.lab.samples import spread
-from dakrun.launches import EXPERT_CHUNK_ROWS, TierAccess, expert_splits, grouped_launch
+from dakrun.launches import TierAccess, expert_splits, few_expert_rows, grouped_launch
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 DTYPE = torch.bfloat16
@@ -85,7 +85,7 @@ class Step:
     def __init__(self, layers: Sequence[Layer], n: int, mixture: Mixture, card: Card) -> None:
         self.layers, self.n, self.mixture = layers, n, mixture
         like, rule, hidden = layers[0].ups.new_empty(0), mixture.routing, mixture.hidden
-        self.many = n > EXPERT_CHUNK_ROWS
+        self.many = n > few_expert_rows(experts=rule.experts, top_k=rule.top_k, card=card)
         router = torch.randn(rule.experts, hidden, device=like.device)
         inputs = range(1 if self.many else INPUTS)
         self.operands = len(layers) * len(inputs)

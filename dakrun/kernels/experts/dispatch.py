@@ -17,11 +17,11 @@ from dakrun.kernels.experts.grouped_tiled import grouped_tiled_gemm, tile_counte
 from dakrun.kernels.experts.permute import combine, permute
 from dakrun.kernels.experts.route import Routed, route
 from dakrun.launches import (
-    EXPERT_CHUNK_ROWS,
     GroupedConfig,
     Launch,
     TierAccess,
     expert_chunks,
+    few_expert_rows,
     grouped_config,
     grouped_launch,
 )
@@ -51,16 +51,18 @@ class ExpertProducts:
         atom_bytes: int = ATOM_BYTES,
     ) -> None:
         self._routing, self._card, self._atom_bytes = routing, card, atom_bytes
-        chunks = expert_chunks(rows, card, atom_bytes)
+        how = {"experts": routing.experts, "top_k": routing.top_k}
+        self._few = few_expert_rows(**how, card=card, atom_bytes=atom_bytes)
+        chunks = self._chunks(rows)
         self._inner = like.new_empty(rows * routing.top_k, ffn)
         self._routed = [
             Routed.allocate(chunk.stop - chunk.start, routing, hidden, like.device)
             for chunk in chunks
         ]
-        most = min(rows, EXPERT_CHUNK_ROWS)
+        most = min(rows, self._few)
         self._sums = PairSums.empty(most, routing.top_k, hidden, like.device)
         # Of the grouped tiled GEMM: copies of rows, sorted by expert, and then their products.
-        many = chunks[0].stop if chunks[0].stop > EXPERT_CHUNK_ROWS else 0
+        many = chunks[0].stop if chunks[0].stop > self._few else 0
         self._sorted = like.new_empty(many * routing.top_k, hidden)
         self._counters = tile_counters(like.device)
 
@@ -74,7 +76,7 @@ class ExpertProducts:
         use: torch.Tensor | None = None,
     ) -> Choices:
         """Choose the experts of x [n, H] as route.route() does; valid until the next call."""
-        chunks = expert_chunks(len(x), self._card, self._atom_bytes)
+        chunks = self._chunks(len(x))
         found = list(zip(chunks, self._routed[: len(chunks)], strict=True))
         for rows, out in found:
             route(
@@ -101,7 +103,7 @@ class ExpertProducts:
         """
         out = self._inner[: len(x) * self._routing.top_k]
         for rows, routed in choices:
-            if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
+            if rows.stop - rows.start > self._few:
                 copies = self._copies(rows)
                 permute(x[rows], routed.pairs[: rows.stop - rows.start], copies, pdl=pdl)
                 self._multiply(copies, routed, weight, accesses, out[self._pairs(rows)], gates=True)
@@ -128,7 +130,7 @@ class ExpertProducts:
         """
         for rows, routed in choices:
             x = inner[self._pairs(rows)]
-            if rows.stop - rows.start > EXPERT_CHUNK_ROWS:
+            if rows.stop - rows.start > self._few:
                 products, to = self._copies(rows), out[rows]
                 self._multiply(x, routed, weight, accesses, products, gates=False, pdl=pdl)
                 pairs, weights = routed.pairs[: len(to)], routed.weights[: len(products)]
@@ -163,6 +165,12 @@ class ExpertProducts:
         grouped_tiled_gemm(
             x, routed.ends, weight, launch, out, counters=self._counters,
             activation="silu_mul" if gates else "none", listed=True, pdl=pdl,
+        )  # fmt: skip
+
+    def _chunks(self, rows: int) -> list[slice]:
+        return expert_chunks(
+            rows, experts=self._routing.experts, top_k=self._routing.top_k, card=self._card,
+            atom_bytes=self._atom_bytes,
         )  # fmt: skip
 
     def _copies(self, rows: slice) -> torch.Tensor:

@@ -19,9 +19,9 @@ from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder, ints, pointers
 from dakrun.launches import (
-    EXPERT_CHUNK_ROWS,
     MAX_EXPERTS,
     GroupedConfig,
+    few_expert_rows,
     grouped_tiles,
     splitk_rows,
 )
@@ -240,4 +240,7 @@ def _tiles(needs: Needs, stored: WeightFormat) -> list[int]:
     chosen = partial(
         grouped_tiles, experts=of.experts, top_k=of.top_k, atom_bytes=stored.atom_bytes
     )
-    return sorted({chosen(rows) for rows in range(1, EXPERT_CHUNK_ROWS + 1)}, reverse=True)
+    few = few_expert_rows(
+        experts=of.experts, top_k=of.top_k, card=needs.card, atom_bytes=stored.atom_bytes
+    )
+    return sorted({chosen(rows) for rows in range(1, few + 1)}, reverse=True)

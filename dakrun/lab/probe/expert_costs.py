@@ -45,7 +45,7 @@ class Mixtures:
 
 SPARSE = Routing(experts=128, top_k=8), Routing(experts=32, top_k=2)
 DENSE = Routing(experts=32, top_k=8), Routing(experts=8, top_k=2)
-# Few rows are one, two and eight tiles of X for an expert, many are the grouped tiled GEMM's.
+# Up to 4 rows of an expert in the mean are SplitK_GEMM's, more are the grouped tiled GEMM's.
 MIXTURES = (
     Mixtures(8, *SPARSE), Mixtures(64, *SPARSE), Mixtures(64, *DENSE), Mixtures(512, *SPARSE),
     Mixtures(4096, *SPARSE),
