@@ -14,6 +14,7 @@ from dakrun.geometry import (
     TILED_MIN_OUTPUT_BLOCKS,
 )
 from dakrun.hardware import BARRIER_BYTES, Card
+from dakrun.kernels.gemm import StreamKWorkspace
 from dakrun.launches import (
     Launch,
     Shape,
@@ -61,6 +62,22 @@ def test_tiles_of_every_size_have_a_ring(card: Card, atom_bytes: int) -> None:
             staged = launch.blocks * launches.OUTPUT_BLOCK_BYTES + shape.units_bytes(row_blocks)
             in_stages = 0 if shape.has_units else reading * ATOM_BYTES
             assert staged + last + in_stages <= launch.shared_bytes
+
+
+@given(
+    st.integers(17, 4096), st.integers(1, 20_000), st.floats(0, 1), st.sampled_from(W_ATOMS),
+    st.sampled_from([TierAccess(), TierAccess(8, 256 * 1024), TierAccess(32, 4 << 20)]),
+)  # fmt: skip
+@example(33, 18_993, 0.5, 528, TierAccess())
+def test_the_largest_workspace_has_room_for_all_partial_tiles(
+    n: int, row_blocks: int, share: float, atom_bytes: int, access: TierAccess
+) -> None:
+    """Of a launch for remote tiers and one for the local tier, each with two CTAs on all SMs."""
+    far = round(share * row_blocks)
+    config = tiled_config(
+        n, (row_blocks - far, far), (LOCAL, access), cols=2048, card=H200, atom_bytes=atom_bytes
+    )
+    assert StreamKWorkspace.largest(2 * H200.sms, "meta").fits(config)
 
 
 @given(

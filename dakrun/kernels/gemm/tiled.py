@@ -89,11 +89,14 @@ class StreamKWorkspace:
 
     @classmethod
     def largest(cls, sms: int, device: torch.device | str) -> "StreamKWorkspace":
-        """Allocate what any launches on `sms` SMs need."""
+        """Allocate what any launches on `sms` SMs need.
+
+        Two CTAs may share an SM, whose partial tiles are smaller than those of one alone.
+        """
         size = sms * max(TILED_X_TILES) * PARTIAL_BYTES
         return cls(
             torch.empty(size, dtype=torch.uint8, device=device),
-            torch.zeros(sms * WARPS, dtype=torch.int32, device=device),
+            torch.zeros(2 * sms * WARPS, dtype=torch.int32, device=device),
         )
 
     def fits(self, config: TiledConfig) -> bool:
