@@ -1,6 +1,6 @@
 // Tiled GEMM: Y[N, M] = epilogue(X[N, K] W[M, K]^T) for many rows of X, W's rows in several tiers.
 //
-//   grid: clusters of CTAs, one CTA per SM; each tier has clusters of its own     (tiers by CTA)
+//   grid: clusters of CTAs, one or two CTAs per SM; each tier has clusters of its own  (tiers by CTA)
 //   CTAs of a cluster share X or W by multicast, or split K
 //   each CTA of a tier:
 //     W producer warp:

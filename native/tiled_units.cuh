@@ -6,7 +6,8 @@
 //
 // So shared memory, which limits the products of 16 bits, is read once for W, and as few bytes as W
 // has. A stage's fragments are computed while tensor cores multiply those of the stage before, each
-// one behind the start of a product. The ring of units lies before the stages, which have X alone.
+// one behind the start of a product; where two CTAs share an SM, while those of the other CTA are
+// multiplied. The ring of units lies before the stages, which have X alone.
 #pragma once
 
 #include "gemm_multiply.cuh"
@@ -205,6 +206,11 @@ struct UnitReader {
             static_cast<uint32_t>(k) % kUnitAtoms);
     release(tile, k);
   }
+  // The same for a tile of which the warp has nothing.
+  __device__ __forceinline__ void pass(const Tiles& tile, int k) {
+    wait(tile, k);
+    release(tile, k);
+  }
   // The warp's two row blocks of the next unit, which is waited for.
   struct Rows {
     const uint8_t *top, *bottom;
@@ -217,11 +223,6 @@ struct UnitReader {
   __device__ __forceinline__ void release_unit() {
     ring.release(unit.stage);
     unit.advance(kUnitStages);
-  }
-  // The same for a tile of which the warp has nothing.
-  __device__ __forceinline__ void pass(const Tiles& tile, int k) {
-    wait(tile, k);
-    release(tile, k);
   }
 
  private:

@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 
 from dakrun.config import Workload
 from dakrun.hardware import HardwareProfile, load_profile
+from dakrun.launches import TierAccess, split_row_blocks
 from dakrun.models import known_model
+from dakrun.models.hub import in_format
 from dakrun.plan import decode_ops, linear_op, predicted_time, sms_by_tier
-from dakrun.plan.cta_model import read_times
+from dakrun.plan.cta_model import _group, read_times
 
 HOST, PEER = load_profile("h200-pcie5"), load_profile("h200-nvlink-peer")
 
@@ -23,6 +25,29 @@ def test_the_busiest_cta_counts_for_as_much_as_all_bytes() -> None:
     assert local(7 * 124, 124) < local(7 * 123, 124), "seven for each, but for one"
     seven, eight = local(7 * 120, 120), local(7 * 120 + 8, 120)
     assert 1.04 < eight / seven < 1.1, "eight for some, seven for most"
+
+
+@given(st.integers(1, 511), st.integers(1, 16), st.booleans(), st.sampled_from(["awq", "fp8", ""]))
+def test_groups_are_those_of_launches(far: int, sms: int, mixed: bool, name: str) -> None:
+    """Behind a link, of 8 and 4 bits, they have not any size."""
+    model = known_model("llama-3-8b")
+    assert model
+    work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=128)
+    ops = decode_ops(in_format(model, name) if name else model, work)
+    (op,) = (op for op in ops if op.name == "o")
+    assert op.units == 512 and HOST.card
+    counts, tiers = (512 - far, far), (TierAccess(), TierAccess(sms, mixed=mixed))
+    splits = split_row_blocks(counts, tiers, card=HOST.card, atom_bytes=op.atom_bytes)
+    if mixed:
+        groups = [_group(op, HOST.card, 512 - far, min(HOST.sms, 512), far, far=True)] * 2
+    else:
+        own = min(sms, far)
+        local = min(HOST.sms - own, 512 - far)
+        groups = [
+            _group(op, HOST.card, 512 - far, local, far=False),
+            _group(op, HOST.card, far, own, far=True),
+        ]
+    assert [split.group for split in splits] == groups
 
 
 @given(st.integers(1, 200), st.integers(1, 16))

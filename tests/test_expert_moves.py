@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from dakrun.config import SamplingParams
 from dakrun.engine import expert_copies, expert_moves
 from dakrun.engine.expert_moves import pairs
+from dakrun.engine.expert_use import ExpertUse
 from dakrun.llm import LLM
 from dakrun.models import popularity, read_model_config
+from dakrun.models.families import decoder_of
 from dakrun.plan import Policy
 from dakrun.terminal.summary import render
 
@@ -29,6 +31,17 @@ def test_which_experts_change_places() -> None:
     assert pairs([20, 40, 0, 12, 54, 11], tiers, 300, 8) == []  # as well, of the extremes of many
     assert pairs([10, 5, 99, 80, 6, 90], tiers, 300, 512) == []  # all are read in nearly all steps
     assert pairs([0] * 6, tiers, 0, 8) == []
+
+
+def test_drafts_are_tokens_of_a_step_too(tmp_path: Path) -> None:
+    """They choose experts; a step's rows are counted without them."""
+    use = ExpertUse(decoder_of(read_model_config(skewed(tmp_path / "model"))))
+    use.begin_step(3, prompts=False)
+    use.begin_step(2, prompts=False, width=5)
+    use.begin_step(9, prompts=True)
+    assert (use.steps, use.tokens, use.routed) == (2, 5, 13)
+    use.clear()
+    assert use.routed == 0
 
 
 def skewed(path: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -104,6 +104,12 @@ def test_experts_behind_one_that_is_cut_begin_with_whole_lines(ahead: int) -> No
     assert all(part and part.arrays[0].data_ptr() % 128 == 0 for part in whole)
 
 
+def test_a_tier_without_rows_takes_no_bytes() -> None:
+    """Nor are any left free ahead of none, where an expert is cut there."""
+    stored, shape = KERNEL_FORMATS[-1], (2 * 12 * 8, 128)
+    assert allocated_bytes(stored, shape, (10, 0, 14), 12)[1] == 0
+
+
 def test_groups_of_experts_over_a_link_are_whole_lines() -> None:
     """In HBM alone those of 352 row blocks have 11: 90.75 lines a unit of 8 bits."""
     whole = 128 * 352

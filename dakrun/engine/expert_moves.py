@@ -48,8 +48,8 @@ class ExpertMoves:
         self._exchange = exchange or self._swap
         self._counted = torch.zeros_like(use.chosen(), device="cpu")  # up to the last pairs
         self._looked: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._steps = self._tokens = 0  # of decoding, up to the last look
-        self._rows = 0.0  # of a decode step between the last two looks
+        self._steps = self._routed = 0  # of decoding, up to the last look
+        self._width = 0.0  # tokens of a decode step between the last two looks
         self._due: deque[tuple[int, int, int]] = deque()  # a layer, and two stack indices
         self._together, self._moving = together, list[Iterator[bool]]()
         self._tiers = [tiers_of_stack(mixture, matrices) for mixture in use.mixtures]
@@ -91,12 +91,12 @@ class ExpertMoves:
         """Start to read the counts if WINDOW steps have passed; find pairs once they are read."""
         use = self._use
         if use.steps < self._steps:  # the counts have been cleared
-            self._steps, self._tokens, self._looked = 0, 0, None
+            self._steps, self._routed, self._looked = 0, 0, None
             self._counted.zero_()
         idle = not (self._looked or self._due or self._moving)
         if idle and use.steps - self._steps >= WINDOW:
-            self._rows = (use.tokens - self._tokens) / (use.steps - self._steps)
-            self._steps, self._tokens = use.steps, use.tokens
+            self._width = (use.routed - self._routed) / (use.steps - self._steps)
+            self._steps, self._routed = use.steps, use.routed
             chosen = use.chosen()
             counted = download(chosen)
             ready = torch.cuda.current_stream().record_event() if chosen.is_cuda else None
@@ -108,7 +108,7 @@ class ExpertMoves:
         for layer, (by_expert, tiers) in enumerate(zip(recent, self._tiers, strict=True)):
             counts = [by_expert[expert] for expert in use.orders[layer]]
             tokens = sum(counts) / use.mixtures[layer].router.routing.top_k
-            of_layer = pairs(counts, tiers, tokens, self._rows)
+            of_layer = pairs(counts, tiers, tokens, self._width)
             found += [(counts[at] - counts[to], layer, at, to) for at, to in of_layer]
         self._due.extend((layer, at, to) for _, layer, at, to in sorted(found, reverse=True))
         if found:  # else counts add up until they tell
@@ -128,19 +128,19 @@ class ExpertMoves:
 
 
 def pairs(
-    counts: list[int], tiers: list[int | None], tokens: float, rows: float
+    counts: list[int], tiers: list[int | None], tokens: float, width: float
 ) -> list[tuple[int, int]]:
     """Stack indices to exchange, by the tier of each, 0 the local one, and by recent `counts`.
 
     The most chosen remote expert is exchanged with the least chosen local one, the second most
     chosen with the second least chosen, as long as their counts differ by more than chance, and
-    steps of `rows` rows read the one more often. They are counts of `tokens`. A tier of None marks
-    an expert that cannot move.
+    steps of `width` tokens read the one more often. They are counts of `tokens`. A tier of None
+    marks an expert that cannot move.
     """
 
     def reads(count: int) -> float:
         """The chance that a step reads an expert."""
-        return 1 - (1 - min(1.0, count / tokens)) ** rows if tokens else 0.0
+        return 1 - (1 - min(1.0, count / tokens)) ** width if tokens else 0.0
 
     local = sorted((n, at) for at, n in enumerate(counts) if tiers[at] == 0)
     remote = sorted(((n, at) for at, n in enumerate(counts) if tiers[at]), reverse=True)

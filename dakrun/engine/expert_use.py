@@ -21,8 +21,8 @@ class ExpertUse:
 
     What tokens chose is counted by the numbers of experts, what steps read by their indices in the
     stack. `orders` has the experts by stack index, for each layer. `rows` of the table is what a
-    router adds to in a step; the host calls `begin_step` for each. `steps` and `tokens` count
-    decode steps and their rows.
+    router adds to in a step; the host calls `begin_step` for each. `steps`, `tokens` and `routed`
+    count decode steps, their rows, and the tokens of these, drafts included.
     """
 
     def __init__(self, model: Decoder, device: torch.device | str = "cpu") -> None:
@@ -39,13 +39,17 @@ class ExpertUse:
         )
         self._rows = [list(of_kind) for of_kind in self.table]  # views
         self.kind = DECODE
-        self.steps = self.tokens = 0
+        self.steps = self.tokens = self.routed = 0
 
-    def begin_step(self, rows: int, *, prompts: bool) -> None:
-        """Let what follows belong to a step of `rows` decode rows, or to one with `prompts`."""
+    def begin_step(self, rows: int, *, prompts: bool, width: int = 1) -> None:
+        """Let what follows belong to a step of `rows` decode rows, or to one with `prompts`.
+
+        A row has up to `width` tokens, the first and its drafts.
+        """
         self.kind = PROMPTS if prompts else DECODE
         if not prompts:
             self.steps, self.tokens = self.steps + 1, self.tokens + rows
+            self.routed += rows * width
 
     def rows(self, router: Router, kind: int | None = None) -> torch.Tensor:
         """The counts int32 [2, E], CHOSEN and READ, of a router in steps of a kind, as a view."""
@@ -71,7 +75,7 @@ class ExpertUse:
     def clear(self) -> None:
         """Forget all counts."""
         self.table.zero_()
-        self.steps = self.tokens = 0
+        self.steps = self.tokens = self.routed = 0
 
     def counts(self) -> list[list[int]]:
         """Tokens that chose each expert, in all steps, by layer and by the expert's number."""

@@ -124,8 +124,6 @@ class GraphRunner:
         """Start a step in the smallest bucket that holds all decode rows."""
         self.cache.flush()
         rows, prompts = step
-        if self.expert_use is not None:
-            self.expert_use.begin_step(len(rows), prompts=bool(prompts))
         verify = self._verify
         bucket: Bucket = ()
         if rows:
@@ -136,6 +134,8 @@ class GraphRunner:
         ended = [row for row in prompts if row.wanted]
         drafting = self._drafts(step, bucket, len(ended))
         width = drafting.widths[bucket] if drafting else 1
+        if self.expert_use is not None:
+            self.expert_use.begin_step(len(rows), prompts=bool(prompts), width=width)
         tokens_in = sum(bucket) * width + sum(row.length for row in prompts)
         self._move_experts(tokens_in, prompts=bool(prompts))
         chosen = scores = None

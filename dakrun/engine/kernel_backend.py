@@ -300,7 +300,7 @@ class KernelBackend:
         return self._products.kernel_for(n, self.matrices[self.order[0].name])
 
     def one_cta_per_sm(self, n: int) -> bool:
-        """Whether a product of `n` rows has one CTA per SM, which takes the SM for itself."""
+        """Whether a product of `n` rows takes SMs for itself, most with one CTA on each."""
         return self.kernel_for(n) == "tiled"
 
     def _make_tables(self, use: ExpertUse) -> None:

@@ -47,9 +47,9 @@ def grouped_launch(
     The local tier comes first. A narrow tile is chosen if it holds all rows of nearly all experts,
     where rows choose experts at random: then W is read once. A remote tier has the SMs of its
     `tiers`, or SMs by its row blocks; fewer if stages of fewer CTAs fill its window. With units a
-    tier that has both has up to twice its SMs, but no more than by its row blocks: the ring of a
-    CTA has few units (TILED_UNIT_STAGES), which are expanded before others take their place, so
-    that a CTA keeps less in flight.
+    tier that has both has up to two CTAs for each of its SMs, but no more than by its row blocks:
+    the ring of a CTA has few units (TILED_UNIT_STAGES), which are expanded before others take their
+    place, so that a CTA keeps less in flight.
     Raises ValueError if there is nothing to multiply, or no room for the rings.
     """
     shapes, total = grouped_shapes(card, atom_bytes), sum(row_blocks)
@@ -60,7 +60,7 @@ def grouped_launch(
     shape = next((shape for shape in shapes if shape.rows >= most), shapes[-1])
     expert_row_blocks = total // experts
     size = ceil_div(expert_row_blocks, ceil_div(expert_row_blocks, shape.row_blocks))
-    each, card = shape.ctas_per_sm, shape.places(card)
+    card, each = shape.places(card), 2 if shape.has_units else 1
     stages = shape.stages(card, size)
     copies, stage_bytes = shape.copies(stages), shape.copy_bytes * size
     clusters = _clusters(row_blocks, tiers, stage_bytes, card.sms, each)

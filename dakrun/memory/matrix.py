@@ -264,7 +264,7 @@ def _sizes(
     So many that stacked matrices of `height` row blocks begin with whole lines if they can, though
     the part lacks the first `cut` row blocks of its first one.
     """
-    rest = -cut % height if height else 0  # row blocks ahead of the first whole matrix
+    rest = -cut % height if height and rows else 0  # row blocks ahead of the first whole matrix
     return [
         (-rest * array.row_block_bytes % LINE_BYTES, array.nbytes(rows))
         for array in format.arrays(cols)

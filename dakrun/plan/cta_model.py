@@ -163,12 +163,12 @@ def read_times(
         if own:
             ctas, group = (
                 float(min(own, row_blocks)),
-                _group(op, card, row_blocks, min(own, row_blocks)),
+                _group(op, card, row_blocks, min(own, row_blocks), far=True),
             )
             seconds = row_block * _waves(op, row_blocks, own, card, _link_rate(tier, op, profile))
         else:
             ctas = sms[0] * row_blocks / (counts[0] + mixed)
-            group = _group(op, card, counts[0], sms[0], mixed)
+            group = _group(op, card, counts[0], sms[0], mixed, far=True)
             seconds = _mixed_seconds(row_block * row_blocks, tier, model)
         # HBM idles between launches as well: that is part of the op's fixed cost.
         held = _ring_bytes(op, ctas, group, card) / tier.direct_bytes_per_s
@@ -217,15 +217,15 @@ def _unevenness(
         return 1.0
     model = profile.kernel_model
     ctas = min(max(1, ctas), row_blocks + mixed)
-    group = _group(op, profile.card, row_blocks, ctas, mixed)
+    group = _group(op, profile.card, row_blocks, ctas, mixed, far=mixed > 0)
     busiest = group * ceil_div(group_count(group, row_blocks, mixed), ctas)
     over_mean = busiest * profile.sms / (row_blocks + mixed)
     return 1 + model.busiest_cta_weight * (over_mean - 1 / model.busy_sms)
 
 
-def _group(op: Op, card: Card, row_blocks: int, ctas: int, mixed: int = 0) -> int:
-    """Row blocks of a group, as dakrun/launches/splitk.py chooses them."""
-    sizes = group_sizes(op.units, card, op.atom_bytes, far=mixed > 0)
+def _group(op: Op, card: Card, row_blocks: int, ctas: int, mixed: int = 0, *, far: bool) -> int:
+    """Row blocks of a group, as dakrun/launches/splitk.py chooses them; `far` behind a link."""
+    sizes = group_sizes(op.units, card, op.atom_bytes, far=far)
     return even_group(row_blocks, ctas, mixed, sizes) if card.even_waves else max(sizes)
 
 
@@ -239,7 +239,7 @@ def _ring_bytes(op: Op, ctas: float, group: int, card: Card) -> float:
 def _waves(
     op: Op, row_blocks: int, sms: int, card: Card, rate: Callable[[int, int], float]
 ) -> float:
-    """Seconds in which one CTA per SM reads `row_blocks` of `op`, over the bytes of a row block.
+    """Seconds in which a CTA per SM reads remote `row_blocks` of `op`, over a row block's bytes.
 
     `rate(ctas, group)` is in bytes/s, for that many CTAs and row blocks in a group. Only the last
     wave may have fewer CTAs.
@@ -247,7 +247,7 @@ def _waves(
     if not row_blocks:
         return 0.0
     ctas = min(max(1, sms), row_blocks)
-    group = _group(op, card, row_blocks, ctas)
+    group = _group(op, card, row_blocks, ctas, far=True)
     whole, last = divmod(ceil_div(row_blocks, group), ctas)
     rest = max(0, row_blocks - whole * ctas * group) if last else 0
     seconds = (row_blocks - rest) / rate(ctas, group)
