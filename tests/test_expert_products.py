@@ -213,8 +213,11 @@ def test_experts_with_many_rows_each_are_multiplied_by_the_tiled_gemm(
     assert few_expert_rows(**how, card=hopper(132)) == few
     assert few_expert_rows(**how, card=hopper(132), atom_bytes=528) == quantized
     sizes = {"hidden": model.hidden_size, "ffn": model.mixture.ffn_size}
-    both = [expert_buffer_bytes(few + 1, **how, **sizes, quantized=of) for of in (False, True)]
-    assert both[0] <= both[1]
+    for rows in (few + 1, 64):
+        both = [expert_buffer_bytes(rows, **how, **sizes, quantized=of) for of in (False, True)]
+        assert both[0] <= both[1]
+    alone = expert_buffer_bytes(0, **how, **sizes), 64 * 4 * how["top_k"] * model.hidden_size
+    assert both[1] >= sum(alone)  # a card without room for tiles keeps sums of all 64 rows
 
 
 @given(

@@ -127,9 +127,12 @@ def expert_buffer_bytes(
     """
     logits, counts = ceil_div(hidden, ROUTER_COLS) * router_logits(experts), ceil_div(experts, 8)
     gated, chosen = 2 * top_k * ffn, 4 * (5 * top_k + logits + counts)
+    # Of fewer bits SplitK_GEMM takes more rows, and all where the card has no room for tiles.
+    fews = [_few_rows(experts, top_k, FEW_ROWS_OF_EXPERT)]
+    if quantized:
+        fews += [_few_rows(experts, top_k, FEW_ROWS_OF_UNITS), EXPERT_CHUNK_ROWS]
     most = 0
-    for mean in (FEW_ROWS_OF_EXPERT, FEW_ROWS_OF_UNITS)[: 2 if quantized else 1]:
-        few = _few_rows(experts, top_k, mean)
+    for few in fews:
         sums = min(rows, few) * 4 * (top_k * hidden + hidden // ROWS_PER_BLOCK)
         copies = min(rows, TILED_MAX_ROWS) if rows > few else 0
         most = max(most, sums + copies * 2 * top_k * hidden)
