@@ -63,6 +63,12 @@ def some_card(device: str) -> Card:
     return hopper(3) if device == "cpu" else here(3)
 
 
+def shapes_of(device: str, atom_bytes: int) -> tuple[Shape, ...]:
+    """Those of torch's GPU, or on the CPU of an H200; skips the test where no ring has room."""
+    found = grouped_shapes(H200 if device == "cpu" else here(), atom_bytes)
+    return found or pytest.skip(f"no tiles for {atom_bytes} bytes on this card")
+
+
 def weight_of(
     experts: int,
     m: int,
@@ -247,7 +253,7 @@ def test_experts_lie_elsewhere_than_at_their_indices(
         (40, 64), expert_row_blocks=26, top_k=2, card=hopper(3)
     )  # fmt: skip
     stored = layout or PACKED16
-    shape = grouped_shapes(H200, stored.atom_bytes)[0]
+    shape = shapes_of(kernel_device, stored.atom_bytes)[0]
     if layout:
         weight = quantised(layout, 8 * 104, 392, splits, dtype=torch.float16, device=kernel_device)
     else:
@@ -264,7 +270,7 @@ def test_experts_lie_elsewhere_than_at_their_indices(
 @pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 def test_experts_of_fewer_bits(layout: Quantised, kernel_device: str) -> None:
     counts, rows = (3, 0, 70, 1), 8 * 13
-    for shape in grouped_shapes(H200, layout.atom_bytes):
+    for shape in shapes_of(kernel_device, layout.atom_bytes):
         outs = []
         for row_blocks, tiers in (
             ((52,), (TierTiles(2, 7, window=3),)),
