@@ -23,11 +23,16 @@ struct DraftIndex {
   int* steps;  // so far; those of entries count from 1
   int bits;    // the index has 2^bits entries
 
-  // Hash of the n tokens up to `newest`. Its upper bits are the entry, the lower ones its name.
-  __device__ static __forceinline__ uint64_t hash(const int* newest, int n) {
+  // Hash of the last n tokens of a text; `before(i)` is the token i places ahead of the newest one,
+  // and is called for i < kLongestContext. Its upper bits are the entry, the lower ones its name.
+  template <class Before>
+  __device__ static __forceinline__ uint64_t hash(int n, Before before) {
     uint64_t sum = 0;
-    for (int i = n - 1; i >= 0; i--)
-      sum = sum * 0x9E3779B97F4A7C15ull + static_cast<uint32_t>(newest[-i]) + 1;
+#pragma unroll
+    for (int i = kLongestContext - 1; i >= 0; i--) {
+      const uint32_t token = before(i);
+      if (i < n) sum = sum * 0x9E3779B97F4A7C15ull + token + 1;
+    }
     sum ^= sum >> 29;
     sum *= 0xBF58476D1CE4E5B9ull;
     return sum ^ sum >> 32;
@@ -37,9 +42,9 @@ struct DraftIndex {
     return hash & ((1u << kNameBits) - 1);
   }
 
-  // The token that followed the n tokens up to `newest`; negative if they are not known.
-  __device__ __forceinline__ int followed(const int* newest, int n) const {
-    const uint64_t found = hash(newest, n), entry = entries[found >> (64 - bits)];
+  // The token that followed the tokens with this hash; negative if they are not known.
+  __device__ __forceinline__ int followed(uint64_t found) const {
+    const uint64_t entry = entries[found >> (64 - bits)];
     const uint32_t name = entry >> kTokenBits & ((1u << kNameBits) - 1);
     const bool known = entry != 0 && name == name_of(found);
     return known ? static_cast<int>(entry & ((1u << kTokenBits) - 1)) : -1;
@@ -47,7 +52,7 @@ struct DraftIndex {
 
   // Enter, in step `step`, that `token` followed the n tokens up to `newest`.
   __device__ __forceinline__ void enter(const int* newest, int n, int token, int step) const {
-    const uint64_t found = hash(newest, n);
+    const uint64_t found = hash(n, [&](int i) { return i < n ? newest[-i] : 0; });
     const unsigned long long stamp = min(step, kMostSteps);
     const uint32_t kept = token & ((1u << kTokenBits) - 1);
     atomicMax(entries + (found >> (64 - bits)),

@@ -73,7 +73,7 @@ __device__ __forceinline__ const int* proposed(const int* proposal, int size, co
 
 // Drafts by the index, behind the last tokens of a text.
 struct Indexed {
-  int recent[kLongestContext + kMostTokens];
+  int drafts[kMostTokens];
   int count, match;  // how many they are, and how many last tokens the index knows
 };
 
@@ -82,15 +82,15 @@ struct Indexed {
 // is 0, they begin with `common`. For one warp.
 __device__ __forceinline__ void find_indexed(const DraftIndex& index, const int* text, int start,
                                              int match, int common, int most, Indexed& found) {
-  int* const recent = found.recent;
-  const int lane = threadIdx.x % 32;
-  if (lane < kLongestContext) recent[lane] = text[max(0, start + 1 - kLongestContext + lane)];
-  sync_warp();
-  const int n = context_length(lane);
+  const int lane = threadIdx.x % 32, n = context_length(lane);
+  // The first lanes have the last tokens, the newest one last.
+  int recent = lane < kLongestContext ? text[max(0, start + 1 - kLongestContext + lane)] : 0;
   int count = 0, length = 0;
   while (count < most) {
+    const uint64_t context = DraftIndex::hash(
+        n, [&](int i) { return __shfl_sync(0xffffffff, recent, kLongestContext - 1 - i); });
     const bool asks = lane < kContexts && n <= start + 1 + count;
-    const int token = asks ? index.followed(recent + kLongestContext - 1 + count, n) : -1;
+    const int token = asks ? index.followed(context) : -1;
     const int longest = __reduce_max_sync(0xffffffff, token >= 0 ? lane : -1);
     if (longest < 0 && (count > 0 || match > 0 || common < 0)) break;
     if (count == 0 && longest >= 0) {
@@ -98,8 +98,9 @@ __device__ __forceinline__ void find_indexed(const DraftIndex& index, const int*
       if (length <= match + (match > 1)) break;
     }
     const int next = longest < 0 ? common : __shfl_sync(0xffffffff, token, longest);
-    if (lane == 0) recent[kLongestContext + count] = next;
-    sync_warp();
+    if (lane == 0) found.drafts[count] = next;
+    const int later = __shfl_sync(0xffffffff, recent, lane + 1);
+    recent = lane == kLongestContext - 1 ? next : later;
     count++;
   }
   if (lane == 0) found.count = count, found.match = length;
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     find_indexed(args.index, text, start, match, *args.common, args.width - 1, of_index);
   __syncthreads();
   if (!idle && match < kLongestContext && of_index.count > 0) {
-    others = of_index.recent + kLongestContext;
+    others = of_index.drafts;
     known = of_index.count, match = of_index.match;
   }
   if (!idle && proposal[1] > match) {
