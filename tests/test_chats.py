@@ -2,18 +2,20 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from click.testing import CliRunner, Result
+from prompt_files import longest_first, open_reader
 from tiny_tokenizer import make_tokenizer_files
 
 from dakrun.cli import main
 from dakrun.config import SamplingParams
 from dakrun.demo import MODEL
-from dakrun.requests import PromptRules, Tokenizer
+from dakrun.requests import PromptRules, Request, Tokenizer
 from dakrun.requests.native_rows import parse_native
 from dakrun.requests.openai_rows import parse_batch
 from dakrun.requests.prompts import BadRow
@@ -55,6 +57,36 @@ def test_a_message_is_continued_as_in_transformers(tmp_path: Path) -> None:
     text = auto.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert plain.prompt_ids == tuple(auto.encode(text, add_special_tokens=False))
     assert plain.reply.is_chat
+
+
+@pytest.mark.parametrize(
+    ("row", "processes"),
+    [
+        ({"messages": CHAT[:1]}, 1),
+        (chat_row(model="m", messages=CHAT[:1]), 1),
+        ({"prompt": "a"}, 0),
+    ],
+)
+def test_a_file_of_chats_starts_the_templates_process_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], processes: int
+) -> None:
+    """It takes a second, in which the model is loaded."""
+    started = []
+
+    class Counted(subprocess.Popen[str]):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            started.append(given)
+            super().__init__(*given, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Counted)
+    rules = rules_of(tmp_path, chat_template=TEMPLATE)
+    (source := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with open_reader(source) as reader:
+        reader.prepare(rules)
+        assert len(started) == processes
+        (request,) = longest_first(reader, rules)
+    assert isinstance(request, Request) and request.prompt_ids
+    assert len(started) == processes
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def generate(
                     needs_tokenizer=reader.needs_tokenizer(),
                     started=writer.started,
                 ),
-                on_rules=reader.compile_forms,
+                on_rules=reader.prepare,
                 on_allocate=on_allocate,
                 on_load=on_load,
             )

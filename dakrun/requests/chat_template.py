@@ -42,8 +42,8 @@ class ChatTemplate:
     """A Jinja template with the tokenizer's special tokens by name, as transformers renders it.
 
     `started` is the local time that `strftime_now` stamps, by default that of this call: all chats
-    of a run get the same. The process starts with the first chat, and again after a chat that it
-    did not survive.
+    of a run get the same. The process starts with `start` or the first chat, and again after a chat
+    that it did not survive.
     """
 
     def __init__(
@@ -89,6 +89,11 @@ class ChatTemplate:
         if refusal is not None:
             raise ValueError(refusal)
         return str(text)
+
+    def start(self) -> None:
+        """Start the process, unless it runs: it is ready about a second later."""
+        if self._process is None:
+            self._start()
 
     def _start(self) -> "subprocess.Popen[str]":
         limits = map(str, (LIMIT_S, LIMIT_BYTES, MAX_CHARACTERS))

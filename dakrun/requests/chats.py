@@ -38,6 +38,10 @@ class Chats:
         self._template = template
         self._probed: dict[bytes, _Shown] = {}
 
+    def start(self) -> None:
+        """Start the template's process beside other work, so that the first chat need not wait."""
+        self._template.start()
+
     def render(self, messages: Sequence[Message], options: TemplateOptions = PLAIN) -> str:
         """The text of `messages`; see TemplateOptions.
 

@@ -202,6 +202,12 @@ def kind_of(fields: dict[str, Any]) -> RowFormat:
     return BATCH if is_batch_row(fields) else NATIVE
 
 
+def is_chat(fields: dict[str, Any]) -> bool:
+    """Whether a JSON row is a chat, right or wrong."""
+    given = fields.get("body") if is_batch_row(fields) else fields
+    return isinstance(given, dict) and given.get("messages") is not None
+
+
 def parse_row(row: AheadRow, defaults: SamplingParams, rules: PromptRules) -> Request | RowError:
     """The row as a Request, or its error if it is malformed or breaks `rules`.
 

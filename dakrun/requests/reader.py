@@ -14,7 +14,15 @@ from dakrun.errors import UsageError
 from dakrun.plan import ExpectedRun
 from dakrun.requests.answer_forms import FormsAhead
 from dakrun.requests.gzip_files import without_gz
-from dakrun.requests.input_rows import Content, Format, InputRows, content_of, kind_of, parse_row
+from dakrun.requests.input_rows import (
+    Content,
+    Format,
+    InputRows,
+    content_of,
+    is_chat,
+    kind_of,
+    parse_row,
+)
 from dakrun.requests.lengths import RowLengths
 from dakrun.requests.lines import Lines, LineSource
 from dakrun.requests.look_ahead import LookAhead
@@ -163,9 +171,16 @@ class RequestReader:
         for row in self._input_rows(rules.max_model_len):
             yield row.lengths, parse_row(row, self._defaults, rules)
 
-    def compile_forms(self, rules: PromptRules) -> None:
-        """Compile the forms of answers that rows ask for, beside other work, as rows are read."""
+    def prepare(self, rules: PromptRules) -> None:
+        """Begin, beside other work, what rows will need.
+
+        That is the forms of answers, which are compiled as rows are read, and the process that
+        renders chats, if the first row is one.
+        """
         self._forms.compile(rules.grammars)
+        first = self._first_row
+        if isinstance(first, dict) and is_chat(first) and rules.tokenizer is not None:
+            rules.tokenizer.start_chats()
 
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""

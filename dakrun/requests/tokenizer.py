@@ -7,7 +7,7 @@ Knows nothing of requests.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import datetime
 from functools import cache
@@ -175,6 +175,19 @@ class Tokenizer:
         """Whether the tokenizer has a chat template, which `chat` needs."""
         return bool(self._tokenizer.chat_template)
 
+    def start_chats(self) -> None:
+        """Make ready, beside other work, for chats without tools, if there is a chat template."""
+        with suppress(ValueError):  # of several templates without a default: a chat's error
+            if self.has_chat_template:
+                self._chats_of(self._tokenizer.get_chat_template()).start()
+
+    def _chats_of(self, template: str) -> Chats:
+        if template not in self._chats:
+            specials = self._tokenizer.special_tokens_map
+            made = ChatTemplate(template, specials, started=self._started)
+            self._chats[template] = Chats(made)
+        return self._chats[template]
+
     def call_format(self) -> CallFormat | None:
         """The format in which the chat template writes calls of tools, if it is known."""
         return call_format_of(self._tokenizer.get_chat_template(tools=[]))
@@ -223,11 +236,7 @@ class Tokenizer:
             )
         try:
             template = self._tokenizer.get_chat_template(tools=options.tools)
-            if template not in self._chats:
-                specials = self._tokenizer.special_tokens_map
-                made = ChatTemplate(template, specials, started=self._started)
-                self._chats[template] = Chats(made)
-            return self._chats[template].render(messages, options)
+            return self._chats_of(template).render(messages, options)
         except ValueError as problem:
             reason = " ".join(str(problem).split())
             raise UsageError(
