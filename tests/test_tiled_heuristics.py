@@ -21,6 +21,7 @@ from dakrun.launches import (
     TierAccess,
     TierTiles,
     beside,
+    most_rows_like,
     shapes,
     tiled_config,
     wide_tiles,
@@ -134,6 +135,35 @@ def test_laws(
     for number, count in enumerate(row_blocks):
         launches = [launch for launch in config.launches if launch.tiers[number].clusters]
         assert len(launches) == (count > 0)
+
+
+@given(
+    n=st.integers(1, 4096),
+    row_blocks=st.lists(st.integers(0, 4000), min_size=1, max_size=3).filter(any),
+    cols=st.integers(1, 30_000),
+    card=st.sampled_from([H200, SMALL, LONE, PORTABLE]),
+    window=st.sampled_from([None, 1, 256 * 1024]),
+    even_waves=st.booleans(),
+    atom_bytes=st.sampled_from(W_ATOMS),
+)
+def test_rows_that_are_kept_under_one_number_have_one_choice(
+    n: int,
+    row_blocks: list[int],
+    cols: int,
+    card: Card,
+    window: int | None,
+    even_waves: bool,
+    atom_bytes: int,
+) -> None:
+    access = [LOCAL, *(TierAccess(sms, window) for sms in (1, 2))][: len(row_blocks)]
+    card = replace(card, even_waves=even_waves)
+    most = most_rows_like(n)
+    assert n <= most <= 4096 and most_rows_like(most) == most
+    own, of_most = (
+        tiled_config(rows, row_blocks, access, cols=cols, card=card, atom_bytes=atom_bytes)
+        for rows in (n, most)
+    )
+    assert own == of_most
 
 
 # Tiles of one tier are much smaller than another one's, and more is read behind a stage.

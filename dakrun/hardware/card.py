@@ -163,6 +163,8 @@ class Card:
 
     def shared_by(self, ctas: int) -> "Card":
         """This card as `ctas` CTAs of a launch see it that share each SM: with smaller SMs."""
+        if ctas == 1:
+            return self
         return replace(
             self,
             sms=ctas * self.sms,

@@ -44,7 +44,7 @@ from dakrun.launches.splitk import (
     tiles_for,
 )
 from dakrun.launches.tiers import TierAccess
-from dakrun.launches.tiled import local_tier, shapes, tiled_config
+from dakrun.launches.tiled import local_tier, most_rows_like, shapes, tiled_config
 from dakrun.launches.tiled_shapes import (
     MAX_OUTPUT_BLOCKS,
     OUTPUT_BLOCK_BYTES,
@@ -98,6 +98,7 @@ __all__ = [
     "half_columns",
     "kernel_for",
     "local_tier",
+    "most_rows_like",
     "ring_bytes",
     "router_ctas",
     "router_logits",

@@ -15,7 +15,10 @@ from dakrun.geometry import (
     ATOM_BYTES,
     ATOM_COLS,
     ROWS_PER_BLOCK,
+    TILE_ROW_BLOCKS,
     TILED_MAX_ROWS,
+    TILED_PORTABLE_X_TILES,
+    TILED_X_TILES,
     WARPGROUPS,
     unit_atoms,
 )
@@ -35,6 +38,8 @@ from dakrun.launches.tiled_shapes import (
 from dakrun.units import ceil_div
 
 SEGMENTS = (1, 2, 4, 5)  # of K; 3 and 6 gained at most 1% where they were measured
+LEAST_TILE_ROWS = ROWS_PER_BLOCK * min(*TILED_X_TILES, *TILED_PORTABLE_X_TILES, TILE_ROW_BLOCKS)
+MOST_TILE_ROWS = ROWS_PER_BLOCK * WARPGROUPS * max(*TILED_X_TILES, TILE_ROW_BLOCKS)  # of a CTA
 SMALL_TILE_ROWS = 128  # rows of X up to which reading W from HBM takes longer than products
 LINK_CYCLES = 6000  # latency of a copy over a link: a host on PCIe 5, under load
 
@@ -88,6 +93,17 @@ def tiled_config(
         others = [TierTiles(0) for _ in row_blocks[1:]]
         launches.append(Launch(shape, stages, (tier, *others)).with_max_blocks(room))
     return TiledConfig(tuple(launches))
+
+
+def most_rows_like(n: int) -> int:
+    """The most rows of X for which tiled_config chooses the same as for `n`.
+
+    It counts tiles of 8 rows within the tile of a CTA, and CTAs' tiles, all of a multiple of 64
+    rows, beyond the largest. Passes of prompts seldom have the same number of rows twice, and a
+    choice takes a millisecond: kept under this number, it is made once for all that share it.
+    """
+    step = ROWS_PER_BLOCK if n <= MOST_TILE_ROWS else LEAST_TILE_ROWS
+    return ceil_div(n, step) * step
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from dakrun.launches import (
     few_rows,
     gemm_config,
     kernel_for,
+    most_rows_like,
     splitk_rows,
     tiled_config,
     tiles_for,
@@ -184,7 +185,7 @@ class Products:
         access = {part.tier: how for part, how in zip(weight.parts, accesses, strict=True)}
         by_tier = tuple(access[tier] for tier in tiers)
         return _tiled_config(
-            n, row_blocks, by_tier, cols=weight.shape[1], card=self._card,
+            most_rows_like(n), row_blocks, by_tier, cols=weight.shape[1], card=self._card,
             atom_bytes=weight.format.atom_bytes,
         )  # fmt: skip
 
