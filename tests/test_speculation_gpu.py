@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peers import readable_peer, with_peers
-from teacher_forced import TOP, Divergence, divergences, first_divergences, unit_in_last_place
+from teacher_forced import (
+    TOP,
+    Divergence,
+    divergences,
+    first_divergences,
+    own_share,
+    unit_in_last_place,
+)
 from tiny_models import kernel_models, save_half
 from tiny_tokenizer import make_tokenizer_files
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -98,8 +105,9 @@ def check(
     positions: int,
     differ: Sequence[Divergence],
     units: int = NEAR,
+    most: float = 0.01,
 ) -> None:
-    """At most 1% of choices differ, where two scores are within `units` in the last place.
+    """At most a share of `most` choices differ, where scores are within `units` in the last place.
 
     The model in float32 says how large the logits are. A mixture may choose other experts in a step
     of other rows, which changes more.
@@ -107,7 +115,7 @@ def check(
     if hasattr(model.config, "num_experts_per_tok"):
         assert len(differ) <= 0.03 * positions
         return
-    assert len(differ) <= 0.01 * positions
+    assert len(differ) <= most * positions
     for one in differ:
         with torch.no_grad():
             logits = model(torch.tensor([one.history], device="cuda")).logits[0, -1].float()
@@ -157,12 +165,17 @@ CHATS = [Path(MODEL), *map(Path, filter(None, [os.environ.get("DAKRUN_TEST_CHAT_
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5])
 def test_chats_with_a_shared_prefix(path: Path, dtype: str, ratio: float) -> None:
-    """The demo's model, and the checkpoint of real text in DAKRUN_TEST_CHAT_MODEL."""
+    """The demo's model, and the checkpoint of real text in DAKRUN_TEST_CHAT_MODEL.
+
+    In bfloat16 SmolLM2's best logits are 27, where a unit is 0.125, and 3% of them tie: two passes
+    of transformers choose differently at 2.0% of such positions. So more than 1% may differ here,
+    if no more than between these.
+    """
     with LLM(path, device="cuda", batch_size=64, dtype=dtype) as llm:  # type: ignore[arg-type]
-        positions, tokenizer = llm.plan.workload.max_model_len, llm.rules.tokenizer
+        length, tokenizer = llm.plan.workload.max_model_len, llm.rules.tokenizer
     assert tokenizer is not None
-    new = min(128, positions // 3)
-    begin = ("You answer in one sentence, and repeat the question first. " * 8)[: positions // 4]
+    new = min(128, length // 3)
+    begin = ("You answer in one sentence, and repeat the question first. " * 8)[: length // 4]
     words = [f"{begin}What is {word} and {other}? " for word in WORDS * 4 for other in WORDS]
     requests = [
         Request(
@@ -183,7 +196,12 @@ def test_chats_with_a_shared_prefix(path: Path, dtype: str, ratio: float) -> Non
                 found = run(llm, requests)
                 continue
             compared = divergences(partial(run, llm), requests, found)
-    check(in_float32(path), getattr(torch, dtype), *compared, units=2)
+    positions, differ = compared
+    most = 0.01
+    if len(differ) > most * positions:
+        plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).cuda()
+        most = own_share(plain.eval(), list(found.values()))
+    check(in_float32(path), getattr(torch, dtype), positions, differ, units=2, most=most)
 
 
 def test_few_blocks_and_other_options(
