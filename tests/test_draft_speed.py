@@ -40,13 +40,18 @@ def test_a_line_has_medians_and_the_drafts_of_the_last_run() -> None:
     drafts = {"tokens_per_step_and_row": 3.2, "accepted_tokens": 30, "drafted_tokens": 40}
 
     def report(rate: float, drafts: object = None) -> dict[str, object]:
-        time = {"wall_s": 100 / rate, "predicted_s": 9.5}
+        time = {
+            "wall_s": 100 / rate, "predicted_s": 9.5, "decode_s": 70 / rate,
+            "decode_steps": int(20_000 / rate), "prefill_s": 20 / rate, "prefill_steps": 12,
+        }  # fmt: skip
         return {"tokens_per_s": rate, "time": time, "drafts": drafts}
 
     off, on = [report(10), report(12.5), report(20)], [report(25), report(50), report(20, drafts)]
     assert draft_speed.line("copy", ("off", "auto"), (off, on), (7, 8)) == (
         "copy, auto: 2.000 x off; 12.5 and 25.0 tokens/s; medians of 3 runs (2.500, 4.000, 1.000); "
         "3.20 tokens a row and step; 75.0% of 40 drafts accepted; 8.0 and 4.0 s; "
+        "steps 3.50 s for 1,000 + 1.00 s for 12 with prompts and "
+        "3.50 s for 1,000 + 1.00 s for 12 with prompts; "
         "predicted without drafts 9.5 s; 7 of 8 answers equal"
     )
 

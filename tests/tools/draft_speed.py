@@ -15,11 +15,11 @@ one. The files of requests are the same in every run:
 
 Every mode runs in a process of its own, the modes in turn, --runs times. For each file and mode
 but the first a line says: the ratio of tokens/s to the first mode's, and both (medians); the tokens
-that a step gave a row; the share of drafts accepted; the seconds of both; the seconds that the plan
-predicts for the file without drafts; and how many answers are equal (in 16 bits, rounding may
-change some). Tokens/s are `tokens_per_s` of the report: new tokens over `time.wall_s`, which
-counts from the first request to the last result, prompts included. Loading the model and capturing
-graphs end before, and do not count.
+that a step gave a row; the share of drafts accepted; the seconds of both; the seconds and numbers
+of their steps; the seconds that the plan predicts for the file without drafts; and how many answers
+are equal (in 16 bits, rounding may change some). Tokens/s are `tokens_per_s` of the report: new
+tokens over `time.wall_s`, which counts from the first request to the last result, prompts included.
+Loading the model and capturing graphs end before, and do not count.
 
 --folder keeps the requests, results and reports. Options behind `--` are those of generate.
 """
@@ -167,6 +167,12 @@ def run(
     return json.loads(report.read_text()), {row["id"]: str(row.get("text")) for row in rows}
 
 
+def steps(times: Mapping[str, float]) -> str:
+    """The seconds and number of a run's steps without prompts, then of those with some."""
+    decode = f"{times['decode_s']:.2f} s for {times['decode_steps']:,}"
+    return f"{decode} + {times['prefill_s']:.2f} s for {times['prefill_steps']:,} with prompts"
+
+
 def line(
     file: str,
     modes: tuple[str, str],
@@ -189,6 +195,7 @@ def line(
         said.append(f"{drafts['tokens_per_step_and_row']:.2f} tokens a row and step")
         said.append(f"{share:.1%} of {drafts['drafted_tokens']:,} drafts accepted")
     said.append(f"{walls[0]:.1f} and {walls[1]:.1f} s")
+    said.append(f"steps {' and '.join(steps(some[-1]['time']) for some in reports)}")
     if predicted := reports[1][-1]["time"].get("predicted_s"):
         said.append(f"predicted without drafts {predicted:.1f} s")
     return "; ".join([*said, f"{equal[0]} of {equal[1]} answers equal"])
