@@ -61,6 +61,7 @@ PROMPT_MAX_STAGES = 12  # of the ring: keys or values of a KV block each
 PROMPT_PRODUCER_WARPS = 4
 PROMPT_THREADS = 128 * WARPGROUPS + 32 * PROMPT_PRODUCER_WARPS  # per CTA
 PROMPT_PART_ROWS = 64  # rows, of a query and a head each, that a warpgroup attends from
+GRAPHED_TOKENS = 1024  # of the largest pass with prompts that may be a CUDA graph
 
 # Other kernels
 BANDWIDTH_MAX_SOURCES = 10  # readers of one launch

@@ -43,6 +43,8 @@ from dakrun.weights.checkpoint import Checkpoint
 from dakrun.weights.dummy import Dummy
 from dakrun.weights.loading import OnLoad, tier_capacities
 
+REHEARSED_S = 0.1  # of a step: longer ones do not notice what kernels cost the first time
+
 
 class LLM(OfflineCalls):
     """A model loaded into its tiers, ready to generate; a context manager that closes it.
@@ -196,6 +198,8 @@ class LLM(OfflineCalls):
                     self.rules.grammars,
                     self._planner.options.speculation,
                 )
+                if self.plan.predicted_s < REHEARSED_S:
+                    runner.rehearse()
         except BaseException:
             self.close()
             raise

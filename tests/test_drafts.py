@@ -1,5 +1,6 @@
 """Drafts of tokens: ends of texts that occur before, the index of a file, lengths of drafts."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -205,6 +206,7 @@ def record(
     choice: DraftChoice, rows: list[Row], counts: list[int], drafts: int, seconds: float
 ) -> None:
     """Of a step without prompts."""
+    choice.launched(drafts)
     choice.record_tokens(rows, counts, drafts)  # type: ignore[arg-type]
     choice.record_time(counts, drafts, seconds)
 
@@ -298,7 +300,7 @@ def test_rows_have_room_for_the_drafts_of_more_rows() -> None:
 
 
 def test_useless_drafts_pause() -> None:
-    """Steps without are most of them, until drafts are right."""
+    """Steps without are ever more of them, until drafts are right."""
     choice, rows = choice_of("suffix:7", 1.0), [Row(1.0)] * 2
 
     def steps(tokens: int) -> list[int]:
@@ -309,8 +311,9 @@ def test_useless_drafts_pause() -> None:
             record(choice, rows, counts, found[-1], 1.0)
         return found
 
-    assert steps(1) == [7] * 16 + [*[0] * 7, 7] * 8
-    assert steps(2)[8:] == [7] * 72
+    pauses = [[*[0] * steps, 7] for steps in (7, 15, 31)]
+    assert steps(1) == [7] * 16 + list(itertools.chain(*pauses)) + [0] * 8
+    assert steps(2) == [0] * 23 + [7] * 57
 
 
 @pytest.mark.parametrize("longer", [1.0, 1.05, 1.09, 1.12])

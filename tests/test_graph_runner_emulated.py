@@ -5,10 +5,12 @@ Whole runs of the engine with steps that run ahead, with drafts and without.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_kernel_decoder
 import torch
 from cases import cases
 from test_kernel_decoder import COMMON, CPU, ROOM, launched, model_of, plan_of
@@ -18,7 +20,15 @@ from transformers import LlamaConfig
 
 from dakrun import StructuredOutputsParams
 from dakrun.config import OFF, SamplingParams, Speculation
-from dakrun.engine import Admission, Engine, GraphRunner, Prefill, graph_runner, step_graphs
+from dakrun.engine import (
+    Admission,
+    Engine,
+    GraphRunner,
+    Prefill,
+    graph_runner,
+    pass_graphs,
+    step_graphs,
+)
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.models.modules import Fused
@@ -62,7 +72,8 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "capture", Graph)
+    for module in (step_graphs, pass_graphs):
+        monkeypatch.setattr(module, "capture", Graph)
     monkeypatch.setattr(step_graphs, "edge_kinds", lambda _: (1000, 0))
     monkeypatch.setattr(step_graphs, "graph_edges", lambda _: [])
     monkeypatch.setattr(step_graphs, "programmatic_lead", lambda _: 0)
@@ -148,7 +159,7 @@ def test_results_are_those_without_drafts(
     beside, logits = list[bool](), Prefill.logits
 
     def counted(prefill: Prefill, *given: Any) -> Any:
-        beside.append(given[-1] is verify.backend.logits)
+        beside.append(given[2] is verify.backend.logits)
         return logits(prefill, *given)
 
     monkeypatch.setattr(Prefill, "logits", counted)
@@ -158,6 +169,57 @@ def test_results_are_those_without_drafts(
     stats = engine.stats
     assert stats.preempted or not few
     assert sum(stats.accepted_drafts.values()) > 10, "the second run repeats the first"
+
+
+@pytest.mark.parametrize(
+    ("name", "speculation"),
+    cases(
+        itertools.product(
+            ("llama-gqa", "opt-like-350m", "mistral-mqa", "qwen3-moe"),
+            (OFF, Speculation("suffix", 5)),
+        ),
+        lambda name, speculation: "gqa" in name,
+    ),
+)
+def test_small_passes_are_graphs(
+    name: str, speculation: Speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of like sizes replay one graph: other prompts, other slots, results as op by op."""
+    path = save_half(CONFIGS[name], tmp_path / name)
+    local = replace(test_kernel_decoder.POLICY, kv_offload_ratio=0)
+    monkeypatch.setattr(test_kernel_decoder, "POLICY", local)
+    captured = list[Graph]()
+
+    class Counted(Graph):
+        def __init__(self, launches: Callable[[], object], *_: object, **__: object) -> None:
+            captured.append(self)
+            self.replays = 0
+            self._launches = launches
+
+        def replay(self) -> None:
+            self.replays += 1
+            self._launches()
+
+    monkeypatch.setattr(pass_graphs, "capture", Counted)
+    engine = engine_of(path, speculation)
+    found = [run(engine) for _ in range(3)]
+    assert sum(graph.replays for graph in captured) > len(captured) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Prefill, "_can_replay", lambda *_: False)
+        assert found == [run(engine_of(path, speculation))] * 3
+
+
+@pytest.mark.parametrize("speculation", [OFF, Speculation("suffix", 5)])
+def test_a_rehearsal_leaves_no_trace(speculation: Speculation, tmp_path: Path) -> None:
+    path = save_half(CONFIGS["llama-gqa"], tmp_path / "model")
+    wanted = run(engine_of(path, speculation))
+    engine = engine_of(path, speculation)
+    runner = engine.runner
+    runner.rehearse()
+    assert runner.details()["buckets"] == []
+    cache = runner.cache
+    assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
+    assert run(engine) == wanted
 
 
 def test_ops_are_timed_without_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,14 +124,16 @@ def config_of(path: Path) -> ModelConfig:
     return replace(config, mixture=replace(config.mixture, popularity=found))
 
 
+POLICY = Policy(
+    hbm_budget=2**30, host_budget=2**30, offload_ratio=0.3, kv_offload_ratio=0.5,
+    transport="direct",
+)  # fmt: skip
+
+
 def plan_of(path: Path, batch: int) -> Plan:
     """Parts of weights and slots are in two tiers."""
     work = Workload(batch_size=batch, prompt_len=16, new_tokens=8, max_model_len=100)
-    policy = Policy(
-        hbm_budget=2**30, host_budget=2**30, offload_ratio=0.3, kv_offload_ratio=0.5,
-        transport="direct",
-    )  # fmt: skip
-    return make_plan(config_of(path), work, load_profile("h200-pcie5"), policy)
+    return make_plan(config_of(path), work, load_profile("h200-pcie5"), POLICY)
 
 
 def model_of(

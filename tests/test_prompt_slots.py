@@ -51,10 +51,10 @@ def test_slots_hold_what_was_stored(blocks: int, kernel_device: str) -> None:
                     heads = slice(12 * (1 + number), 12 * (2 + number))
                     qkv[first : first + s.length, heads] = of.transpose(0, 1)
                 first += s.length
-            writer.begin(passed)
+            addresses = writer.addresses(passed, writer.begin(passed)).to(device)
             for layer in (4, 5, 6):  # others have other values
                 other = qkv if layer == 5 else torch.randn_like(qkv)
-                writer.store(layer, other, positions.to(device), None)
+                writer.store(layer, other, positions.to(device), addresses, None)
             writer.end()
         for slot, end in enumerate((80, 105, 129, 230)):
             found = kv_blocks.read_blocks(

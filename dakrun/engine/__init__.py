@@ -17,7 +17,7 @@ computes a step: graph_runner.py on the GPU's kernels (replays.py counts the gra
 reference_runner.py in plain torch (reference_backend.py). On the GPU row_map.py has the rows of the
 batch, slot_sampling.py how their tokens are chosen, step_graphs.py the CUDA graphs of
 decode_step.py and of verify_step.py (with slot_progress.py); prefill.py computes prompts with
-cached_attention.py and kv_writer.py, kernel_backend.py launches ops, and staging.py copies remote
+prompt_attention.py and kv_writer.py, kernel_backend.py launches ops, and staging.py copies remote
 matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
@@ -43,7 +43,7 @@ from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_writer import KVWriter
 from dakrun.engine.mask_writer import MaskWriter
-from dakrun.engine.prefill import Lengths, Prefill, causal_attention
+from dakrun.engine.prefill import Prefill
 from dakrun.engine.progress import EngineStats
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import gpu_errors
@@ -73,7 +73,6 @@ __all__ = [
     "GraphRunner",
     "KVWriter",
     "KernelBackend",
-    "Lengths",
     "MaskWriter",
     "PassStaging",
     "Prefill",
@@ -85,7 +84,6 @@ __all__ = [
     "Step",
     "SwapSpace",
     "buckets",
-    "causal_attention",
     "direct_accesses",
     "fill_order",
     "fitting",

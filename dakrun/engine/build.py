@@ -15,7 +15,7 @@ from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.kv_layout import RowLayout
-from dakrun.engine.prefill import Prefill
+from dakrun.engine.prefill import Prefill, padded_tokens
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
 from dakrun.engine.staging import PassStaging, Staging, staged_bytes
@@ -121,8 +121,8 @@ def build_runner(
     staged = kv_staging_bytes(model, plan.workload, chunk_tokens)
     remote = cache.spill_blocks or any(cache.counts[1:])
     room = torch.empty(staged if remote else 0, dtype=torch.uint8, device=device)
-    tokens = pass_tokens(plan.workload, chunk_tokens)
-    passes = backend.with_buffers(tokens + cache.slots, prompts, logits=False, prompts=True)
+    tokens = padded_tokens(pass_tokens(plan.workload, chunk_tokens) + cache.slots)
+    passes = backend.with_buffers(tokens, prompts, logits=False, prompts=True)
     prefill = Prefill(passes, cache, shape, room, chunk_tokens)
     return GraphRunner(step, prefill, cache, shape, _expert_copies(plan, backend))
 

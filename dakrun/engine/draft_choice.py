@@ -1,7 +1,8 @@
 """Choice of the steps with drafts: none, all small enough ones, or those where drafts save time.
 
-"suffix" drafts in all small steps, but in one of eight while hardly any draft is accepted. Accepted
-drafts are a mean over steps: in a step of few rows a single accepted draft is a large share.
+"suffix" drafts in all small steps, but in one of eight while hardly any draft is accepted, and in
+ever fewer, down to one of 32, as long as that does not change. Accepted drafts are a mean over
+steps: in a step of few rows a single accepted draft is a large share.
 
 "auto" compares times. A step without drafts gives a row one token in T seconds; a step with drafts
 gives it E tokens in T' seconds. Drafts save time where T' < E T. T and T' are measured by the
@@ -22,7 +23,8 @@ from dakrun.plan import DraftForecast
 LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to save any
 NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
 AGAIN = 100  # steps with drafts after which a step without drafts is measured again
-USELESS, PAUSE = 16, 7  # after USELESS steps with useless drafts, PAUSE steps have none
+# After USELESS steps with useless drafts, PAUSE steps have none. Another such step doubles that.
+USELESS, PAUSE, LONGEST_PAUSE = 16, 7, 31
 # Below so many accepted drafts of a row in a step, drafts are useless. If the plan predicts that
 # they make the step longer by a larger share, the limit is that share, up to USEFUL_AT_MOST.
 USEFUL, USEFUL_AT_MOST = 0.02, 0.1
@@ -56,7 +58,8 @@ class DraftChoice:
         self._kept = _Mean()  # tokens of a row in a step with drafts
         self._drafted = Counter[int]()  # steps since one without drafts
         self.tries = False  # whether the next step's drafts are to measure whether they save time
-        self._useless = self._pause = 0  # steps since drafts were useful; since there were any
+        self._useless, self._wait = 0, PAUSE  # steps since drafts were useful; steps of a pause
+        self._pause = 0  # steps launched since there were any drafts
         self._total_s = 0.0
         self._lost_s = 0.0  # by steps whose drafts lost time, less what later drafts have saved
         self.rejected_s = 0.0  # by which rejected drafts made steps longer
@@ -69,7 +72,7 @@ class DraftChoice:
             return 0
         drafts = self._most[size]
         if not self._measures:
-            paused = self._useless >= USELESS and self._pause < PAUSE
+            paused = self._useless >= USELESS and self._pause < self._wait
             return 0 if paused else drafts
         if self._plain[size].value is None:
             return 0
@@ -83,6 +86,12 @@ class DraftChoice:
         loss = max(0.0, drafting - plain)
         self.tries = self._lost_s + loss <= LOST * self._total_s
         return drafts if self.tries else 0
+
+    def launched(self, drafts: int) -> None:
+        """Take note of a step launched with up to `drafts` drafts a row."""
+        if drafts and self._useless >= USELESS and self._pause >= self._wait:
+            self._wait = min(LONGEST_PAUSE, 2 * self._wait + 1)
+        self._pause = 0 if drafts else self._pause + 1
 
     def record(
         self,
@@ -109,7 +118,6 @@ class DraftChoice:
 
         It gave each of the `rows` as many tokens as `counts` says.
         """
-        self._pause = 0 if drafts else self._pause + 1
         if not drafts:
             return
         kept = sum(counts) / len(rows)
@@ -119,6 +127,8 @@ class DraftChoice:
         cost = self.forecasts[size].break_even - 1
         useful = mean - 1 >= max(USEFUL, min(USEFUL_AT_MOST, cost))
         self._useless = 0 if useful else self._useless + 1
+        if useful:
+            self._wait = PAUSE
         for r, count in zip(rows, counts, strict=True):
             if count:
                 own = r.kept or mean

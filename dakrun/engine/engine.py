@@ -194,6 +194,7 @@ class Engine:
         )
         self.runner.launch(launched.step)
         self._steps.append(launched)
+        self._drafts.launched(drafts)
         if decode:
             self.stats.count_rows(launched.step, self._kv_bytes_read(launched))
         for r in decoding:
@@ -216,9 +217,9 @@ class Engine:
     ) -> tuple[Sequence[RequestState], Sequence[tuple[RequestState, Row]]]:
         """The requests that decode in the next step, and the parts of prompts in it.
 
-        There are neither if there is nothing to compute, or if blocks must be waited for. Rows have
-        up to `drafts` drafts. Prompts begin if they are worth a pass, or if no others can join them
-        (`none_now`).
+        There are neither if there is nothing to compute, or if blocks or the ends of requests must
+        be waited for. Rows have up to `drafts` drafts. Prompts begin if they are worth a pass, or
+        if no others can join them (`none_now`).
         """
         new = self.prompts.requests
         idle = not (self._running or new or self._steps)
@@ -229,6 +230,9 @@ class Engine:
         )
         if decoding is None:
             return (), ()
+        ending = self._steps and self._running and all(r.cached >= r.end for r in self._running)
+        if new and ending and not none_now:
+            return (), ()  # when the steps in flight have ended, others can begin with these
         begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
         return decoding, self.prompts.take_parts(
             len(decoding) * (1 + drafts)

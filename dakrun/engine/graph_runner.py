@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dakrun.engine.adjustments import History
 from dakrun.engine.decode_step import (
     IDLE,
     Bucket,
@@ -30,7 +31,7 @@ from dakrun.engine.replays import Replays
 from dakrun.engine.row_map import RowMap
 from dakrun.engine.runner import Chosen
 from dakrun.engine.slot_sampling import SlotSampling
-from dakrun.engine.step import Accepted, Row, Step
+from dakrun.engine.step import Accepted, Row, Sampling, Step
 from dakrun.engine.step_graphs import StepGraphs
 from dakrun.engine.verify_step import VerifyStep
 from dakrun.geometry import KV_BLOCK
@@ -118,6 +119,28 @@ class GraphRunner:
         self.graphs.add_drafts(made)
         self._verify = made
         self._masks.ahead, self._masks.forces = self.ahead * made.width, True
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run a request, so that no later one waits for kernels that are used outside graphs."""
+        slot, prompt, tokens = self.order[0], (0,), list[int]()
+        sampling = Sampling(history=History(prompt, tokens), limit=8)
+        if not self.cache.reserve(slot, sampling.limit):
+            return
+        steps = [Step([], [Row(slot, 0, sampling, tokens=prompt)])]
+        for drafts in (1, 0) if self._verify else (0,):
+            steps.append(Step([Row(slot, 0, sampling, 1 + drafts)]))
+        for step in steps:
+            start = len(tokens)
+            self.launch(step._replace(decode=[row._replace(start=start) for row in step.decode]))
+            tokens += self.collect().tokens[0]
+        self.drop()
+        self.cache.release(slot)
+        self._rows.forget()
+        self._decode.lengths.fill_(IDLE)
+        self._last, self.replays = None, Replays()
+        if self.expert_use is not None:
+            self.expert_use.clear()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -263,11 +286,13 @@ class GraphRunner:
         if drafting:
             rows = drafting.draft(bucket)
             n, tokens = len(rows.ids), drafting.chosen[: len(rows.ids)]
-            logits, hidden = self._prefill.logits(parts, rows, drafting.backend.logits)
+            room = drafting.backend.logits
+            logits, hidden = self._prefill.logits(parts, rows, room, (bucket, "drafts"))
             drafting.accept(bucket, logits[:n])
         else:
             tokens = decode.tokens[:n]
-            logits, hidden = self._prefill.logits(parts, decode.rows(bucket) if n else None)
+            rows_of = decode.rows(bucket) if n else None
+            logits, hidden = self._prefill.logits(parts, rows_of, None, (bucket, decode.cascades))
             if n:
                 decode.select(n, logits[:n])
         if ended:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dakrun.engine.cached_attention import BlockAddresses
 from dakrun.engine.kv_cache import KVCache
+from dakrun.engine.prompt_attention import BlockAddresses
 from dakrun.engine.step import Row
 from dakrun.geometry import KV_BLOCK
 from dakrun.kernels import store_kv
 from dakrun.kernels.attention import KVShape
 from dakrun.kernels.runtime import CopyStream
-from dakrun.memory.device import upload
 from dakrun.units import ceil_div
 
 
@@ -40,7 +39,6 @@ class KVWriter:
         self._cache, self._shape, self._room = cache, shape, room
         self._stream = CopyStream(room.device)
         self._copies: list[_Copy] = []
-        self._kv_addresses = torch.empty(0, 3, dtype=torch.int64)
 
     def begin(self, parts: Sequence[Row]) -> list[BlockAddresses]:
         """Start a pass over `parts`: choose where each of their tokens goes.
@@ -65,17 +63,21 @@ class KVWriter:
                         addresses[block] = (copied.data_ptr(), 0)
                     used += packed.numel()
             blocks.append(addresses)
-        self._kv_addresses = upload(self._rows(parts, blocks), self._room.device)
         return blocks
 
     def store(
-        self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, rotations: torch.Tensor | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        addresses: torch.Tensor,
+        rotations: torch.Tensor | None,
     ) -> None:
         """Store keys and values of qkv [T, Hq + 2 Hkv, D], rotated (see store_kv)."""
         heads = self._shape.kv_heads
         if self._copies:
             self._stream.join()  # copies of the previous layer still read `room`
-        store_kv(qkv, positions, self._kv_addresses, layer, kv_heads=heads, rotations=rotations)
+        store_kv(qkv, positions, addresses, layer, kv_heads=heads, rotations=rotations)
         if self._copies:
             self._stream.follow()
             self._stream.copy(*((copy.to[:, layer], copy.packed) for copy in self._copies))
@@ -84,8 +86,8 @@ class KVWriter:
         """Make later launches wait until all keys and values are stored."""
         self._stream.join()
 
-    def _rows(self, parts: Sequence[Row], blocks: Sequence[BlockAddresses]) -> torch.Tensor:
-        """Addresses for store_kv, int64 [n, 3]: address, bytes per layer, bytes per head."""
+    def addresses(self, parts: Sequence[Row], blocks: Sequence[BlockAddresses]) -> torch.Tensor:
+        """Addresses of the parts' tokens for store_kv, int64 [n, 3], from what `begin` gives."""
         rows = []
         for row, addresses in zip(parts, blocks, strict=True):
             at = torch.arange(row.start, row.start + row.length)

@@ -1,28 +1,42 @@
 """Prefill on the GPU: prompts through the layers, their keys and values into KV blocks.
 
 Knows a step's parts of prompts, which may share the pass with decode rows. The backend computes
-products. Attention of a prompt's first part runs on torch's fused kernel, attention of parts behind
-cached positions on the project's. kv_writer.py stores keys and values.
+products. kv_writer.py stores keys and values; prompt_attention.py attends to them. A CPU launches
+small passes op by op more slowly than the GPU computes them, so these are replays of CUDA graphs,
+captured as passes of their size come (pass_graphs.py).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Hashable, Sequence
+from functools import partial
+from itertools import accumulate, islice
 
 import torch
 import torch.nn.functional as F
 
-from dakrun.engine.cached_attention import CachedAttention
-from dakrun.engine.decode_step import StepRows
+from dakrun.engine.decode_step import IDLE, StepRows
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.kv_writer import KVWriter
 from dakrun.engine.logprobs import Scores
+from dakrun.engine.pass_graphs import PassGraphs, PassInputs
+from dakrun.engine.prompt_attention import PromptAttention
 from dakrun.engine.step import Row, Step
+from dakrun.geometry import GRAPHED_TOKENS
 from dakrun.kernels.attention import KVShape
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attend
 from dakrun.models.modules import Attention
+from dakrun.units import ceil_div
+
+# Small passes have some sizes only, so that graphs of few sizes do: multiples of a step.
+FEW_TOKENS, FEW_STEP, TOKEN_STEP = 256, 64, 128  # of tokens: the step up to FEW_TOKENS, and above
+END_STEP = 8  # of prompts that end
+
+
+def padded_tokens(tokens: int) -> int:
+    """`tokens` and idle ones, where a pass may be a graph."""
+    step = FEW_STEP if tokens <= FEW_TOKENS else TOKEN_STEP
+    return step * ceil_div(tokens, step) if tokens <= GRAPHED_TOKENS else tokens
 
 
 class Prefill:
@@ -44,42 +58,47 @@ class Prefill:
         self._scoring: KernelBackend | None = None  # for the head alone, which nothing stages
         self._heads = backend.like.new_empty(backend.rows, backend.model.config.q_size)
         self._writer = KVWriter(cache, shape, room)
+        self._graphs = PassGraphs(GRAPHED_TOKENS, backend.like.device)
 
     def logits(
         self,
         parts: Sequence[Row],
         rows: StepRows | None = None,
         logits: torch.Tensor | None = None,
+        launches: Hashable = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [S, V] after the wanted tokens of `parts` of prompts.
 
         The tokens of a decode step's `rows` go through the layers with them; their logits come
         first. `logits` is room for them all, by default it is allocated. Also returns the last
         layer's output [T, H] after all tokens of `parts`, for `scores`.
+
+        `launches` says which kernels `rows` launch: where it is the same, and the numbers of tokens
+        are, a graph may be replayed. Later passes then overwrite both results.
         """
-        n = len(rows.ids) if rows else 0
-        backend, device = self._backend, self._backend.like.device
-        spans = [torch.arange(row.start, row.start + row.length) for row in parts]
-        positions = upload(torch.cat(spans).int(), device)
-        tokens = [token for row in parts for token in row.tokens]
-        ids = upload(torch.tensor(tokens, dtype=torch.int32), device)
-        wanted, end = list[int](), n
-        for row in parts:
-            end += row.length
-            wanted += range(end - row.wanted, end)
-        chosen = torch.cat((torch.arange(n), torch.tensor(wanted, dtype=torch.int64)))
-        heads = self._heads[: n + len(positions)]
-        attend: Attend = _PassAttention(
-            backend, self._cache, self._shape, self._writer, parts, positions, heads[n:]
-        )
-        if rows:
-            attend = _both(n, rows.attend(heads[:n]), attend, heads)
-            ids, positions = torch.cat((rows.ids, ids)), torch.cat((rows.positions, positions))
-        backend.begin(len(ids), logits)
-        hidden = backend.model.hidden(backend, attend, ids, positions)
-        found = backend.model.logits(backend, hidden[upload(chosen, device)])
+        n, tokens = len(rows.ids) if rows else 0, sum(row.length for row in parts)
+        wanted = n + sum(row.wanted for row in parts)
+        total, chosen = self.padded(n + tokens), wanted
+        small = total <= GRAPHED_TOKENS and total == padded_tokens(total)
+        if small:
+            most = n + self._cache.slots if logits is None else len(logits)
+            chosen = min(n + END_STEP * ceil_div(wanted - n, END_STEP), most)
+        inputs = self._inputs(parts, n, total - n, chosen)
+        if small and self._can_replay(total, inputs, parts):
+            room = self._scorer.logits if logits is None else logits
+            if chosen <= len(room):
+                found, hidden = self._graphs.run(
+                    total, (launches, chosen), inputs, lambda own: self._launch(own, rows, room)
+                )
+                return found[:wanted], hidden[n : n + tokens]
+        found, hidden = self._launch(inputs, rows, logits)
         self._writer.end()
-        return found, hidden[n:]
+        return found[:wanted], hidden[n : n + tokens]
+
+    def padded(self, tokens: int) -> int:
+        """Tokens that a pass of `tokens` computes, idle ones included."""
+        found = padded_tokens(tokens)
+        return found if found <= self._backend.rows else tokens
 
     @property
     def most_tokens(self) -> int:
@@ -88,18 +107,82 @@ class Prefill:
 
     def stages_experts(self, tokens: int) -> bool:
         """Whether a pass of `tokens` tokens reads copies of experts."""
-        return self._backend.stagings.has_experts(tokens)
+        return self._backend.stagings.has_experts(self.padded(tokens))
 
     def scores(self, step: Step, hidden: torch.Tensor) -> Scores:
         """Start to compute the log-probabilities of a step's `scored` tokens, from `logits`."""
-        model = self._backend.model
-        run = self._scoring = self._scoring or self._backend.for_logits()
+        model, run = self._backend.model, self._scorer
 
         def logits_of(x: torch.Tensor) -> torch.Tensor:
             run.begin(len(x))
             return model.logits(run, x)
 
         return Scores(step, hidden, logits_of, len(run.logits))
+
+    @property
+    def _scorer(self) -> KernelBackend:
+        """Computes logits alone, into a buffer that is idle at a pass's end."""
+        self._scoring = self._scoring or self._backend.for_logits()
+        return self._scoring
+
+    def _inputs(self, parts: Sequence[Row], n: int, tokens: int, chosen: int) -> PassInputs:
+        """Inputs of a pass of `parts`, behind n rows: `tokens` tokens, and `chosen` ones in all."""
+        device = self._backend.like.device
+        ids = [token for row in parts for token in row.tokens]
+        positions = torch.full((tokens,), IDLE, dtype=torch.int32)
+        spans = [torch.arange(row.start, row.start + row.length) for row in parts]
+        positions[: len(ids)] = torch.cat(spans)
+        ends = accumulate((row.length for row in parts), initial=n - 1)
+        wanted = [end for row, end in zip(parts, islice(ends, 1, None), strict=True) if row.wanted]
+        numbers = [*range(n), *wanted]
+        written = self._writer.begin(parts)
+        addresses = self._writer.addresses(parts, written)
+        idle, int32 = tokens - len(ids), partial(torch.tensor, dtype=torch.int32)
+        return PassInputs(
+            upload(int32(ids + [0] * idle), device),
+            upload(positions, device),
+            upload(F.pad(addresses, (0, 0, 0, idle)), device),
+            upload(int32(numbers + [0] * (chosen - len(numbers))), device),
+            PromptAttention(self._backend.model.config, self._cache, self._shape, parts, written),
+        )
+
+    def _can_replay(self, tokens: int, inputs: PassInputs, parts: Sequence[Row]) -> bool:
+        """Whether a pass of `tokens` tokens launches the same as others of this number."""
+        staged = self._backend.stagings.of(tokens) is not None
+        # Log-probabilities of prompts' tokens overwrite the buffer of logits.
+        return inputs.attention.is_plain and not staged and not any(row.scored for row in parts)
+
+    def _launch(
+        self, inputs: PassInputs, rows: StepRows | None, logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the chosen tokens, and the last layer's output after all, `rows` first."""
+        n, backend, ids, positions = 0, self._backend, inputs.ids, inputs.positions
+        if rows:
+            n = len(rows.ids)
+            ids, positions = torch.cat((rows.ids, ids)), torch.cat((rows.positions, positions))
+        heads = self._heads[: len(ids)]
+        attend: Attend = partial(self._attend, inputs, heads[n:])
+        if rows:
+            attend = _both(n, rows.attend(heads[:n]), attend, heads)
+        backend.begin(len(ids), logits)
+        hidden = backend.model.hidden(backend, attend, ids, positions)
+        chosen = hidden.index_select(0, inputs.chosen)
+        return backend.model.logits(backend, chosen), hidden
+
+    def _attend(
+        self, inputs: PassInputs, heads: torch.Tensor, attention: Attention, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        """`heads` [T, Hq * D] of a fused projection [T, (Hq + 2 Hkv) * D]; stores keys and values.
+
+        Rotates queries and keys in it.
+        """
+        layer = attention.layer
+        self._backend.normalize_heads(attention, qkv)
+        joined = qkv.view(len(qkv), -1, attention.head_dim)
+        rotations = self._backend.rotations
+        self._writer.store(layer, joined, inputs.positions, inputs.kv_addresses, rotations)
+        inputs.attention(layer, joined[:, : attention.heads], heads)
+        return heads
 
 
 def _both(n: int, rows: Attend, prompts: Attend, heads: torch.Tensor) -> Attend:
@@ -111,119 +194,3 @@ def _both(n: int, rows: Attend, prompts: Attend, heads: torch.Tensor) -> Attend:
         return heads
 
     return attend
-
-
-class _PassAttention:
-    """Attention of a pass: stores new keys and values, attends to them and to cached ones."""
-
-    def __init__(
-        self,
-        backend: KernelBackend,
-        cache: KVCache,
-        shape: KVShape,
-        writer: "KVWriter",
-        parts: Sequence[Row],
-        positions: torch.Tensor,
-        heads: torch.Tensor,
-    ) -> None:
-        """`heads` [tokens, Hq * D] is overwritten by each layer's output."""
-        self._backend, self._writer, self._positions = backend, writer, positions
-        self._runs = list(_runs(parts, backend.like.device))
-        self._heads = heads
-        written = writer.begin(parts)
-        self._cached = CachedAttention(backend.model.config, cache, shape, parts, written)
-
-    def __call__(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """Heads [n, Hq * D] of a fused projection [n, (Hq + 2 Hkv) * D]; rotates q and k in it."""
-        layer = attention.layer
-        self._backend.normalize_heads(attention, qkv)
-        q, k, v = attention.split(qkv)
-        joined = qkv.view(len(qkv), -1, attention.head_dim)
-        self._writer.store(layer, joined, self._positions, self._backend.rotations)
-        for rows, lengths in self._runs:
-            found = causal_attention(
-                q[rows], k[rows], v[rows], lengths, lengths, scale=attention.scale
-            )
-            self._heads[rows] = found.flatten(1)
-        self._cached(layer, q, self._heads)
-        return self._heads
-
-
-def _runs(parts: Sequence[Row], device: torch.device) -> Iterator[tuple[slice, "Lengths"]]:
-    """Neighbours that begin a prompt: the numbers of their tokens in `parts`, and their lengths."""
-    first = 0
-    for begins, group in groupby(parts, lambda row: row.start == 0):
-        lengths = [row.length for row in group]
-        rows = slice(first, first + sum(lengths))
-        if begins:
-            yield rows, Lengths.of(lengths, device)
-        first = rows.stop
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths `each` of concatenated prompts; `ends`, int32 [prompts + 1], are their prefix sums.
-
-    The first of `ends` is 0; they are on the device.
-    """
-
-    each: tuple[int, ...]
-    ends: torch.Tensor
-
-    @classmethod
-    def of(cls, each: Sequence[int], device: torch.device) -> "Lengths":
-        """Lengths `each`, with the ends on `device`."""
-        ends = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
-        return cls(tuple(each), upload(ends, device))
-
-
-def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: Lengths,
-    keys: Lengths,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """Attention [T, Hq, D] of q [T, Hq, D], k and v [P, Hkv, D], all of concatenated prompts.
-
-    The queries of a prompt are its last positions; each sees the keys up to its own. Allocates
-    the result and one float per query and head.
-    """
-    if queries is keys and len(queries.each) > 1 and len(set(queries.each)) == 1:
-        own, first, last = (
-            x.unflatten(0, (len(queries.each), -1)).transpose(1, 2) for x in (q, k, v)
-        )
-        same = F.scaled_dot_product_attention(
-            own, first, last, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return same.transpose(1, 2).flatten(0, 1)
-    if not q.is_cuda:
-        return _reference(q, k, v, queries.each, keys.each, scale)
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, queries.ends, keys.ends, max(queries.each), max(keys.each),
-        0.0, True, False, scale=scale,
-    )  # fmt: skip
-    return found[0]
-
-
-def _reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
-    scale: float,
-) -> torch.Tensor:
-    """causal_attention in plain torch on any device, prompt by prompt."""
-    out = []
-    for own, first, last in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
-        length, end = len(own), len(first)
-        mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
-        found = F.scaled_dot_product_attention(
-            own.transpose(0, 1)[None], first.transpose(0, 1)[None], last.transpose(0, 1)[None],
-            attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        out.append(found[0].transpose(0, 1))
-    return torch.cat(out)

@@ -41,6 +41,10 @@ class Runner(Protocol):
         """Prepare for steps that carry as many drafted tokens of a row as `forecasts` say."""
         ...
 
+    def rehearse(self) -> None:
+        """Do once what costs more the first time; no request may be running."""
+        ...
+
     def op_seconds(self, length: int) -> Mapping[str, float]:
         """Seconds of a decode step by op, as far as known, with all slots `length` positions long.
 

@@ -171,8 +171,8 @@ class KernelModel:
       divided by its rate.
     - late_start_seconds: extra time of a product that starts when the launch ahead of it has ended
       (no PDL), as quantized ones do behind norms: chains of reads of 4 and 8 MiB with and without.
-    - pass_launch_seconds: time in which the CPU launches a pass or a step with prompts, which are
-      no graphs: 25 ms less the GPU's, beside an H200.
+    - pass_launch_seconds: time in which the CPU launches a pass or a step with prompts that is no
+      graph: 25 ms less the GPU's, beside an H200.
     - mixed_step_seconds: time of the GPU between the launches of a step with prompts.
     """
 

@@ -6,6 +6,7 @@ Knows the model and the workload; knows no ops and no machine.
 import math
 
 from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
+from dakrun.geometry import GRAPHED_TOKENS
 from dakrun.launches import expert_buffer_bytes
 from dakrun.models.families import decoder_of
 from dakrun.units import ceil_div
@@ -20,6 +21,7 @@ VERIFIED_TOKENS, DRAFTING_ROWS = 1024, 256  # of a step with drafts, at most
 PROMPT_ENDS = 32  # of a step whose rows have drafts, at most
 DRAFT_INDEX_BYTES = 8 << 20  # of answers of the run, see dakrun/kernels/draft_tokens.py
 DRAFT_GRAPHS_BYTES = 16 << 20  # of at most 15 CUDA graphs of steps with drafts
+PASS_GRAPHS_BYTES = 32 << 20  # of at most 32 CUDA graphs of passes with prompts
 
 
 def vector_bytes(model: ModelConfig) -> int:
@@ -55,6 +57,8 @@ def activation_bytes(
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
     in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
+    # Graphs of small passes keep memory of their own for what has no buffer: normalized rows.
+    in_kernels += PASS_GRAPHS_BYTES + min(rows, GRAPHED_TOKENS) * 3 * hidden * size
     if of := model.mixture:
         experts, top_k = of.routing.experts, of.routing.top_k
         in_kernels += sum(

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dakrun.geometry import GRAPHED_TOKENS
 from dakrun.plan.footprint import activation_bytes
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
@@ -186,13 +187,21 @@ def pass_seconds(
     if plan.profile.device != "cuda":
         return seconds
     model = plan.profile.kernel_model
-    return max(seconds + model.mixed_step_seconds, model.pass_launch_seconds)
+    launch_s = 0.0 if _is_graphed(plan, rows + tokens) else model.pass_launch_seconds
+    return max(seconds + model.mixed_step_seconds, launch_s)
+
+
+def _is_graphed(plan: Plan, tokens: int) -> bool:
+    """Whether passes of `tokens` tokens are replays of CUDA graphs."""
+    remote = any(units for _, units in plan.placement("attention")[1:])
+    stages = any(plan.prefill.stages(op.op, op.shares[0]) for op in plan.weights())
+    return tokens <= GRAPHED_TOKENS and not remote and not stages
 
 
 def requests_per_admission(plan: Plan) -> int:
     """Requests whose prompts are computed together once the batch is full: the cheapest number.
 
-    A step with prompts costs F seconds besides its tokens' own work: it is no graph, so the CPU may
+    A step with prompts costs F seconds besides its tokens' own work: if it is no graph, the CPU may
     take longer to launch it than the GPU to compute it. Waiting for further slots to become free
     shares F among more requests, but leaves slots idle. With B slots, L new tokens a request and
     steps of T seconds, a slot becomes free every L / B steps, so that k of them have been idle for
@@ -200,14 +209,25 @@ def requests_per_admission(plan: Plan) -> int:
     F / k + k L T / (2 B^2), is least at
 
         k = B sqrt(2 F / (L T)).
+
+    F is less for few tokens, whose passes are graphs: the cheaper of both ways is chosen.
     """
     if plan.profile.device != "cuda":
         return 1
-    model = plan.profile.kernel_model
-    extra = max(model.mixed_step_seconds, model.pass_launch_seconds - plan.predicted_s)
-    slots, steps = plan.workload.batch_size, plan.workload.new_tokens * plan.predicted_s
-    best = slots * math.sqrt(2 * extra / steps)
-    return max(1, min(round(best), ceil_div(slots, 2)))
+    model, work = plan.profile.kernel_model, plan.workload
+    slots, steps_s = work.batch_size, work.new_tokens * plan.predicted_s
+    graph_s = model.mixed_step_seconds
+    launch_s = max(graph_s, model.pass_launch_seconds - plan.predicted_s)
+
+    def cheapest(extra_s: float, most: int) -> tuple[float, int]:
+        best = max(1, min(round(slots * math.sqrt(2 * extra_s / steps_s)), most))
+        return extra_s / best + best * steps_s / (2 * slots**2), best
+
+    found = cheapest(launch_s, ceil_div(slots, 2))
+    if _is_graphed(plan, work.prompt_len + slots):
+        most = (GRAPHED_TOKENS - slots) // work.prompt_len
+        found = min(found, cheapest(graph_s, min(most, ceil_div(slots, 2))))
+    return found[1]
 
 
 # Work of a pass: tokens, prompts that end in it, and counts of (tier, start, length) segments.
