@@ -6,7 +6,6 @@ Knows the model and the workload; knows no ops and no machine.
 import math
 
 from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
-from dakrun.geometry import GRAPHED_TOKENS
 from dakrun.launches import expert_buffer_bytes
 from dakrun.models.families import decoder_of
 from dakrun.units import ceil_div
@@ -21,7 +20,6 @@ VERIFIED_TOKENS, DRAFTING_ROWS = 1024, 256  # of a step with drafts, at most
 PROMPT_ENDS = 32  # of a step whose rows have drafts, at most
 DRAFT_INDEX_BYTES = 8 << 20  # of answers of the run, see dakrun/kernels/draft_tokens.py
 DRAFT_GRAPHS_BYTES = 16 << 20  # of at most 15 CUDA graphs of steps with drafts
-PASS_GRAPHS_BYTES = 32 << 20  # of at most 32 CUDA graphs of passes with prompts
 
 
 def vector_bytes(model: ModelConfig) -> int:
@@ -57,8 +55,6 @@ def activation_bytes(
     rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
     in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
-    # Graphs of small passes keep memory of their own for what has no buffer: normalized rows.
-    in_kernels += PASS_GRAPHS_BYTES + min(rows, GRAPHED_TOKENS) * 3 * hidden * size
     if of := model.mixture:
         experts, top_k = of.routing.experts, of.routing.top_k
         in_kernels += sum(
@@ -105,8 +101,9 @@ def reserve_bytes(host_bytes: int) -> int:
 
     RESERVE_BYTES cover, in MiB measured on an H200, code of kernels (90), CUDA graphs (10),
     workspaces of products and of attention (up to 75) and rounding by torch's allocator (20 to
-    80). While weights load, none of these is used yet, and temporary memory (up to 220) is used
-    instead. In addition the driver needs page tables for `host_bytes` of page-locked memory.
+    80). The rest is for graphs of small passes with prompts: 24 at most, each of which takes less
+    than 1, and their memory for normalized rows (25 with a hidden size of 4,096). While weights
+    load, none of these is used yet, and temporary memory (up to 220) is used instead. In addition the driver needs page tables for `host_bytes` of page-locked memory.
     """
     return RESERVE_BYTES + ceil_div(host_bytes, HOST_BYTES_PER_PAGE_TABLE_BYTE)
 
