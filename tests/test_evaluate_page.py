@@ -20,6 +20,8 @@ from dakrun.lab.evaluate.svg import LETTER, RIGHT, axis_of
 from dakrun.lab.evaluate.svg import figure as drawn
 from dakrun.lab.evaluate.tables import digits
 from dakrun.lab.panel import Panel, Series
+from dakrun.lab.rivals.architecture import meta_model
+from dakrun.lab.rivals.host_layers import layer_bytes, offloaded
 from dakrun.models.known import known_model
 
 MODELS = ("opt-30b", "opt-6.7b")
@@ -227,15 +229,35 @@ def rivals_of(name: str, scope: Scope) -> dict[str, list[float]]:
 
 
 def test_rivals_of_figures_1_8_and_9() -> None:
+    """Whole layers near 9%, 10%, 30% and 60%, which is more than all weights in batch 512."""
     rivals = ("transformers", "prefetch", "uva", "accelerate", "vllm-uva")
     scope = replace(scope_of(quick=False), rivals=rivals)
-    outside = [100 * x for x in scope.some_ratios() if x]
-    wanted = {"transformers": [0], "prefetch": outside, "uva": outside}
-    wanted |= {name: [10, 30, 60] for name in rivals if name not in wanted}
-    for name in ("fig8", "fig9"):
-        assert rivals_of(name, scope) == wanted
+    for name, near, *few in (("fig8", 8.14, 10.17, 30.52, 59), ("fig9", 8.22, 10.57, 30.53)):
+        found = rivals_of(name, scope)
+        assert found.pop("transformers") == [0]
+        for rival, places in found.items():
+            outside = [near, *few] if rival in ("prefetch", "uva") else few
+            assert places == pytest.approx(outside)
     found = rivals_of("fig9", replace(scope, quick=True))
-    assert found == {name: [0] if name == "transformers" else [10] for name in rivals}
+    assert all(found[name] == pytest.approx([10.57]) for name in rivals[1:])
+
+
+@pytest.mark.parametrize("name", ["fig8", "fig9"])
+def test_rivals_have_as_many_bytes_outside_as_dakrun(name: str) -> None:
+    scope = scope_of()
+    figure = FIGURES[name](scope, {})
+    for chart in figure.charts:
+        places = {of: {e.x: e.point for e in chart.entries if e.series == of}
+                  for of in ("direct", "staged", "prefetch")}  # fmt: skip
+        ops = scope.ops(chart.name, batch_size=figure.batch_size)
+        both = sum(op.layers * op.resident_bytes for op in ops)
+        model = meta_model(scope.models[chart.name])
+        for x, point in places["prefetch"].items():
+            layers = offloaded(model, point.ratio)
+            assert layers * layer_bytes(model)[0] == pytest.approx(x / 100 * both, rel=5e-3)
+            for transport in ("direct", "staged"):
+                plan = scope.roomy().plan(places[transport][x])
+                assert plan.ratio * both == pytest.approx(x / 100 * both, rel=5e-3)
 
 
 def test_a_cpu_has_no_hbm() -> None:
@@ -261,6 +283,9 @@ def test_finding_of_figure_8() -> None:
     assert "From about 12% on, copies are faster" in finding
     assert "At 10%, dakrun is 2.00 x as fast as prefetch" in finding
     assert "1.25 x as fast as all in HBM" in found.claim()
+    for key, nbytes in zip(found.results, [0, 0, 1.5e9, 0, *[0] * 4, 2e9], strict=True):
+        found.results[key] = replace(found.results[key], remote_bytes=nbytes)
+    assert "as fast as prefetch (1.5 GB and 2 GB outside HBM are read)." in found.finding()
 
 
 def test_required_ratios_of_figure_10() -> None:

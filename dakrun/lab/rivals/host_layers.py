@@ -117,8 +117,11 @@ def built(
 
 
 def offloaded(model: PreTrainedModel, ratio: float) -> int:
-    """The number of layers that hold `ratio` of the weight bytes, or else all of them."""
-    wanted, most = ratio * weight_bytes(model) * (1 - 1e-9), len(decoder_layers(model))
+    """The number of layers that hold `ratio` of the weight bytes, to 2%, or else all of them.
+
+    A ratio of whole layers by a count without norms, biases and positions is that many layers.
+    """
+    wanted, most = 0.98 * ratio * weight_bytes(model), len(decoder_layers(model))
     return next((n for n in range(most) if _held_bytes(model, n) >= wanted), most)
 
 

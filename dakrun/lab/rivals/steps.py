@@ -3,7 +3,6 @@
 Models of transformers have a static KV cache in HBM. Knows no plans.
 """
 
-import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from dakrun.config import ModelConfig
 from dakrun.lab.chain import graph_seconds
 from dakrun.lab.rivals import on_demand, vllm
 from dakrun.lab.rivals.architecture import decoder_layers, meta_model, weight_bytes
-from dakrun.lab.rivals.host_layers import HostLayers, Prefetch, built
+from dakrun.lab.rivals.host_layers import HostLayers, Prefetch, built, offloaded
 from dakrun.lab.samples import call_seconds
 from dakrun.units import ceil_div
 
@@ -117,7 +116,7 @@ def dispatched(
 
     layers, total, here = decoder_layers(model), weight_bytes(model), device.index or 0
     each = weight_bytes(layers[0])
-    count = min(len(layers), math.ceil(ratio * total / each - 1e-9))
+    count = offloaded(model, ratio)
     names = {id(module): name for name, module in model.named_modules()}
     places: dict[str, str | int] = {}
     for number, layer in enumerate(layers):

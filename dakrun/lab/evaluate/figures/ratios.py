@@ -10,7 +10,7 @@ from dakrun.lab.evaluate.figures.base import EB, STEP, Curve, Figure, factor, fa
 from dakrun.lab.evaluate.scope import Scope
 from dakrun.lab.panel import Series
 from dakrun.plan import Op, compute_time, weight_bytes
-from dakrun.units import format_rate, format_seconds
+from dakrun.units import format_decimal, format_rate, format_seconds
 
 STEPS = 200  # ratios of a bound
 FEW, MANY = 8, 512  # requests
@@ -36,12 +36,14 @@ class Ratios(Figure):
             return Entry(transport, 100 * ratio, step,
                          0 if ratio in telling and transport == "direct" else 1)  # fmt: skip
 
+        others = [
+            Entry(rival, 100 * ratio, self.scope.step(model, batch, of_weights, by=rival),
+                  1 if rival == "prefetch" else 2)
+            for rival, ratio, of_weights in self.rivals(model)
+        ]  # fmt: skip
         ratios = self.scope.ratios() if batch < 64 else self.scope.some_ratios()
+        ratios = sorted({*ratios, *(ratio for _, ratio, _ in self.rivals(model))})
         entries = [entry(transport, ratio) for transport in TRANSPORTS for ratio in ratios]
-        entries += [
-            Entry(rival, 100 * ratio, self.scope.step(model, batch, ratio, by=rival), rank)
-            for rival, ratio, rank in self.rivals()
-        ]
         names = "ideal: {} and link together", "bound of prefetching: all bytes through {}"
         lines = [
             (name.format(self.scope.near), bound)
@@ -56,20 +58,27 @@ class Ratios(Figure):
         )  # fmt: skip
         near = replace(eb, title=f": the first {NEAR}%", until=NEAR)
         return Chart(name=model, title=f"{model}, batch {batch}", x=self.scope.outside, root_x=True,
-                     shown=[eb, near, step], entries=entries)  # fmt: skip
+                     shown=[eb, near, step], entries=entries + others)  # fmt: skip
 
-    def rivals(self) -> Iterator[tuple[str, float, int]]:
-        """(rival, ratio, rank): all in HBM for transformers, a few ratios for those that offload.
+    def rivals(self, model: str) -> Iterator[tuple[str, float, float]]:
+        """(rival, ratio of weight and KV bytes, ratio of weight bytes), which are the same bytes.
 
-        Fewer with many rows in a quick run.
+        transformers has all in HBM. Those that offload have whole layers outside, as near as these
+        come to a few ratios, and all KV in HBM. Fewer with many rows in a quick run.
         """
+        ops = self.scope.ops(model, batch_size=self.batch_size)
+        weights, both = weight_bytes(ops), sum(op.layers * op.resident_bytes for op in ops)
+        layers = self.scope.models[model].num_layers
+        layer = weight_bytes(tuple(op for op in ops if op.in_layer)) / layers
         few = [0.1] if self.scope.quick else [0.1, 0.3, 0.6]
         many = self.scope.quick and self.batch_size >= 64
-        outside = few if many else [x for x in self.scope.some_ratios() if x]
+        outside = few if many else [self.scope.turning_point, *few, 0.3]
         ratios = {"transformers": [0.0], "prefetch": outside, "uva": outside}
         for rival in self.scope.rivals:
-            for ratio in ratios.get(rival, few):
-                yield rival, ratio, 1 if rival == "prefetch" else 2
+            wanted = [x * both / layer for x in ratios.get(rival, few)]
+            for count in sorted({math.ceil(x) if x < 1 else round(x) for x in wanted}):
+                if count <= layers:
+                    yield rival, round(count * layer / both, 4), round(count * layer / weights, 4)
 
     def sentences(self) -> Iterator[str]:
         near = self.scope.near
@@ -96,11 +105,19 @@ class Ratios(Figure):
                 where = f"From about {least_x:.2g}% on" if least_x >= 0.05 else "At every ratio"
                 yield f"{where}, copies are faster."
             for rival, (x, gain) in self.of_rivals(chart).items():
-                yield f"At {x:.2g}%, {faster(gain, 'dakrun', rival)}."
+                lines = (self.lines(chart)[name] for name in ("direct", rival))
+                both = [of.remote_bytes for line in lines for e, of in line if round(e.x, 6) == x]
+                said = " and ".join(format_decimal(nbytes, "B") for nbytes in both if nbytes)
+                read = f" ({said} outside {near} are read)" if said else ""
+                yield f"At {x:.2g}%, {faster(gain, 'dakrun', rival)}{read}."
 
     def notes(self) -> list[str]:
+        same = (
+            "Programs that offload are compared at as many bytes outside: whole layers of theirs, "
+            "all read in a step; here also KV blocks, of which a step reads what is filled."
+        )
         once = "Predicted uva reads each byte once; cuBLAS may read it again for each tile of X."
-        return [once] if self.scope.predict and "uva" in self.scope.rivals else []
+        return [same, *([once] if self.scope.predict and "uva" in self.scope.rivals else [])]
 
     def of_rivals(self, chart: Chart) -> dict[str, tuple[float, float]]:
         """(percent, factor) where the better transport gains most on each rival."""
