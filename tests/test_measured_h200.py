@@ -120,7 +120,7 @@ def test_decode_steps(model: str, dtype: Dtype, batch_size: int) -> None:
     plan = make_plan(config.with_dtype(dtype), work, PROFILE, Policy(offload_ratio=0.0))
     measured = DECODE_STEPS[model, dtype, batch_size]
     assert plan.predicted_s == pytest.approx(measured, rel=0.04)
-    assert plan.bound_s < 0.9 * measured
+    assert plan.bound_s < 0.91 * measured
 
 
 @pytest.mark.parametrize("model", STEPS)
@@ -225,4 +225,4 @@ def test_long_slots_are_read_at_hbm_s_rate() -> None:
 def test_its_sweeps() -> None:
     shows_what_the_method_rests_on(PROFILE)
     assert {"hbm", "l2", "host direct", "chain", "matmul float16"} <= set(PROFILE.sweeps)
-    assert (PROFILE.provenance.kind, PROFILE.provenance.date) == ("measured", "2026-11-22")
+    assert (PROFILE.provenance.kind, PROFILE.provenance.date) == ("measured", "2026-11-29")

@@ -97,7 +97,7 @@ def test_it_rises_with_the_prompt_and_the_batch(profile: str, policy: Policy) ->
     by_batch = [ttft(batch, 500) for batch in (1, 2, 4, 5, 8, 16)]
     for times in (by_prompt, by_batch):  # measured costs of a launch may fall a little with rows
         assert all(after > 0.9999 * before for before, after in itertools.pairwise(times))
-    assert by_prompt[-1] > 1.02 * by_prompt[-4] and by_batch[-1] > 1.1 * by_batch[0]
+    assert by_prompt[-1] > 1.015 * by_prompt[-4] and by_batch[-1] > 1.1 * by_batch[0]
 
 
 @pytest.mark.parametrize("transport", ["direct", "staged"])

@@ -288,13 +288,13 @@ def test_a_cpu_is_not_measured_unasked(card: Card) -> None:
 
 
 def test_plan_does_not_measure(card: Card) -> None:
-    measured = card("NVIDIA H200")
+    measured = card("NVIDIA H100 80GB HBM3")
     plan = run("plan", "--model", "opt-125m", "--batch-size", "8")
     assert plan.exit_code == 0 and not measured
     warning, line = plan.stderr.splitlines()
-    assert warning.startswith("warning: profile h200-pcie5: 4 of 95 figures spread by more than 5%")
+    assert warning.startswith("warning: profile h100-pcie5: 6 of 95 figures spread by more than 5%")
     assert " on another machine; predictions may be off: run dakrun profile " in warning
-    assert line.startswith("profile h200-pcie5 of NVIDIA H200: measured ")
+    assert line.startswith("profile h100-pcie5 of NVIDIA H100 80GB HBM3: measured ")
     assert line.endswith(" on another machine; dakrun profile measures this machine")
 
 
@@ -404,7 +404,7 @@ def test_the_sizes_of_the_machine() -> None:
     found = dict(facts(dataclasses.replace(profile, facts=more)))
     assert (found["SMs"], found["HBM"], found["L2"]) == ("132", "139.80 GiB", "60.00 MiB")
     assert found["shared memory per SM"] == "228.00 KiB"
-    assert found["host memory that can be page-locked"] == "124.92 GiB"
+    assert found["host memory that can be page-locked"] == "124.95 GiB"
     assert found["PCIe"] == "PCIe 5.0 x16" and found["NVLink"].startswith("NVLink 4, 18 links")
     assert {"NUMA", "torch", "CUDA"} <= set(found)
     assert "NVLink" not in dict(facts(profile))

@@ -77,7 +77,7 @@ def test_tokens_of_drafts_touch_further_experts() -> None:
     assert mixture[4].break_even > 2 > 1.2 > dense[4].break_even
     assert mixture[64].break_even < mixture[4].break_even, "most are read without drafts too"
     mixture = steps_of("qwen3-30b-a3b", 64, "auto")
-    assert mixture[1].drafts < 7 < mixture[64].drafts
+    assert mixture[1].drafts < 7 <= mixture[64].drafts
 
 
 def test_tokens_that_are_kept() -> None:
