@@ -178,7 +178,7 @@ def test_results_are_those_without_drafts(
             ("llama-gqa", "opt-like-350m", "mistral-mqa", "qwen3-moe"),
             (OFF, Speculation("suffix", 5)),
         ),
-        lambda name, speculation: "gqa" in name,
+        lambda name, speculation: "gqa" in name and speculation == OFF,
     ),
 )
 def test_small_passes_are_graphs(
@@ -202,14 +202,16 @@ def test_small_passes_are_graphs(
 
     monkeypatch.setattr(pass_graphs, "capture", Counted)
     engine = engine_of(path, speculation)
-    found = [run(engine) for _ in range(3)]
-    assert sum(graph.replays for graph in captured) > len(captured) > 0
+    found = [run(engine) for _ in range(2)]
+    assert max(graph.replays for graph in captured) > 1
     with monkeypatch.context() as patch:
         patch.setattr(Prefill, "_can_replay", lambda *_: False)
-        assert found == [run(engine_of(path, speculation))] * 3
+        assert found == [run(engine_of(path, speculation))] * 2
 
 
-@pytest.mark.parametrize("speculation", [OFF, Speculation("suffix", 5)])
+@pytest.mark.parametrize(
+    "speculation", cases([OFF, Speculation("suffix", 5)], lambda one: one == OFF)
+)
 def test_a_rehearsal_leaves_no_trace(speculation: Speculation, tmp_path: Path) -> None:
     path = save_half(CONFIGS["llama-gqa"], tmp_path / "model")
     wanted = run(engine_of(path, speculation))

@@ -26,17 +26,15 @@ from dakrun.kernels.attention import KVShape
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attend
 from dakrun.models.modules import Attention
-from dakrun.units import ceil_div
 
-# Small passes have some sizes only, so that graphs of few sizes do: multiples of a step.
-FEW_TOKENS, FEW_STEP, TOKEN_STEP = 256, 64, 128  # of tokens: the step up to FEW_TOKENS, and above
-END_STEP = 8  # of prompts that end
+# Sizes of small passes in tokens, so that few graphs do. The first ones are those of decode steps,
+# whose kernels do not round differently for a few rows more or less.
+SIZES = (8, 16, 32, 64, 128, 192, 256, *range(384, GRAPHED_TOKENS + 1, 128))
 
 
 def padded_tokens(tokens: int) -> int:
     """`tokens` and idle ones, where a pass may be a graph."""
-    step = FEW_STEP if tokens <= FEW_TOKENS else TOKEN_STEP
-    return step * ceil_div(tokens, step) if tokens <= GRAPHED_TOKENS else tokens
+    return next((size for size in SIZES if size >= tokens), tokens)
 
 
 class Prefill:
@@ -82,7 +80,7 @@ class Prefill:
         small = total <= GRAPHED_TOKENS and total == padded_tokens(total)
         if small:
             most = n + self._cache.slots if logits is None else len(logits)
-            chosen = min(n + END_STEP * ceil_div(wanted - n, END_STEP), most)
+            chosen = min(padded_tokens(wanted), most) if wanted else 0
         inputs = self._inputs(parts, n, total - n, chosen)
         if small and self._can_replay(total, inputs, parts):
             room = self._scorer.logits if logits is None else logits

@@ -103,7 +103,8 @@ def reserve_bytes(host_bytes: int) -> int:
     workspaces of products and of attention (up to 75) and rounding by torch's allocator (20 to
     80). The rest is for graphs of small passes with prompts: 24 at most, each of which takes less
     than 1, and their memory for normalized rows (25 with a hidden size of 4,096). While weights
-    load, none of these is used yet, and temporary memory (up to 220) is used instead. In addition the driver needs page tables for `host_bytes` of page-locked memory.
+    load, none of these is used yet, and temporary memory (up to 220) is used instead. In addition
+    the driver needs page tables for `host_bytes` of page-locked memory.
     """
     return RESERVE_BYTES + ceil_div(host_bytes, HOST_BYTES_PER_PAGE_TABLE_BYTE)
 
