@@ -28,6 +28,8 @@ struct ItemRecord {
 // and values of two tasks.
 constexpr int kTaskDepth = 2;
 
+constexpr int kEvenRounds = 3;  // rounds of items over the warps that are evened, at most
+
 struct Shared {
   uint64_t task_barriers[kWarps * kTaskDepth];  // task is posted; its copies follow
   uint64_t k_barriers[kWarps * kTaskDepth];     // keys have landed
@@ -81,8 +83,8 @@ struct IssuedBlock {
   RingPosition at;
 };
 
-// Issues the copies of all items of a CTA. Items are assigned to attention warps round-robin, and
-// lane w keeps the item of warp w. Cached blocks do not depend on predecessor kernels: the new
+// Issues the copies of all items of a CTA. Items are assigned to free attention warps round-robin,
+// and lane w keeps the item of warp w. Cached blocks do not depend on predecessor kernels: the new
 // token is added in shared memory, not read from the cache.
 struct Producer {
   const Ring& ring;
@@ -104,16 +106,22 @@ struct Producer {
 
   __device__ __forceinline__ Producer(const Ring& ring, int window) : ring(ring), window(window) {}
 
-  // All lanes of the producer warp.
+  // All lanes of the producer warp. Items are counted when four are under way, or the ring is full:
+  // that delays no copy.
   __device__ __forceinline__ void run(WorkItems items) {
     const int lane = threadIdx.x % 32;
+    int dealt = 0, at_a_time = kWarps + 1;  // more than kWarps: not counted yet
     for (bool more = true; more;) {
       more = false;
 #pragma unroll 1
       for (int warp = 0; warp < kWarps; warp++) {
+        if (at_a_time > kWarps && issued + 2 > min(kWarps + 1, ring.stages)) {
+          at_a_time = items_at_a_time(items, dealt);
+        }
         if (__shfl_sync(0xffffffff, count, warp) == 0) {
-          if (items.done()) continue;
+          if (items.done() || __popc(__ballot_sync(0xffffffff, count > 0)) >= at_a_time) continue;
           items.locate();
+          dealt++;
           if (lane == warp) {
             slot = items.slot, head = items.head, split = items.split, chunk = items.chunk;
             splits = items.layout.splits, chunks = items.chunks, blocks = items.layout.blocks;
@@ -141,6 +149,17 @@ struct Producer {
   }
 
  private:
+  // Items to have under way at a time, of `items` after the `dealt` ones: each round of warps gets
+  // about as many. The last of 8 items would else have a single warp, whose tasks pending are too
+  // few to read at the CTA's share of HBM's rate. Of many items the last round matters little.
+  __device__ __forceinline__ static int items_at_a_time(WorkItems items, int dealt) {
+#pragma unroll 1
+    for (; dealt <= kEvenRounds * kWarps && !items.done(); dealt++)
+      items.locate(), items.next();
+    const int rounds = (dealt + kWarps - 1) / kWarps;
+    return rounds > kEvenRounds ? kWarps : (dealt + rounds - 1) / rounds;
+  }
+
   // Post the next task, once the warp is done with the one kTaskDepth tasks before.
   __device__ __forceinline__ void post_task(const RingPosition& values) {
     // No wait is needed if the stage of that task was refilled since: the refill waited.

@@ -115,6 +115,19 @@ def test_units_and_parts_add_up(unit: int, part: int, group: int) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("items", [3, 4, 7, 8, 11, 15, 22])
+def test_rounds_of_items_change_no_bit(items: int, group: int, build: Build) -> None:
+    """However many items a CTA's warps share: one CTA, and one for each item."""
+    lengths = [130 + 40 * (number % 3) for number in range(items)]
+    case = Case(lengths, 1, group, 128, rope=True)
+    interleave(build(case.dtype, case.dim, group), items)
+    slots = case.slots()
+    out = case.run(case.config(sms=1), slots)
+    case.check(out, slots, 1e-3)
+    assert torch.equal(out, case.run(case.config(sms=items), case.slots()))
+
+
 @given(
     st.lists(st.integers(-1, 400), min_size=1, max_size=70).filter(lambda n: max(n) >= 0),
     st.integers(1, 3), st.integers(0, 3), st.integers(1, 12), st.integers(0, 2**31),
