@@ -210,7 +210,7 @@ def test_small_passes_are_graphs(
 
 
 @pytest.mark.parametrize(
-    "speculation", cases([OFF, Speculation("suffix", 5)], lambda one: one == OFF)
+    "speculation", cases([(OFF,), (Speculation("suffix", 5),)], lambda one: one == OFF)
 )
 def test_a_rehearsal_leaves_no_trace(speculation: Speculation, tmp_path: Path) -> None:
     path = save_half(CONFIGS["llama-gqa"], tmp_path / "model")
