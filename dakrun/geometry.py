@@ -62,6 +62,9 @@ PROMPT_PRODUCER_WARPS = 4
 PROMPT_THREADS = 128 * WARPGROUPS + 32 * PROMPT_PRODUCER_WARPS  # per CTA
 PROMPT_PART_ROWS = 64  # rows, of a query and a head each, that a warpgroup attends from
 GRAPHED_TOKENS = 1024  # of the largest pass with prompts that may be a CUDA graph
+# Sizes of such passes in tokens, so that few graphs do. The first ones are those of decode steps,
+# whose kernels do not round differently for a few rows more or less.
+PASS_SIZES = (8, 16, 32, 64, 128, 192, 256, *range(384, GRAPHED_TOKENS + 1, 128))
 
 # Other kernels
 BANDWIDTH_MAX_SOURCES = 10  # readers of one launch
@@ -117,6 +120,11 @@ FEW_ROWS = 32  # rows of X up to which SplitK_GEMM beats the tiled GEMM, and app
 # Costs with which even_group() compares group sizes.
 X_READ_COST = 0.25  # cost of reading X for a group, in row blocks
 EPILOGUE_COST = 0.05  # cost of storing a CTA's last group, per row block of the group
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens of a pass of `tokens`, idle ones included: a size of PASS_SIZES, if it is small."""
+    return next((size for size in PASS_SIZES if size >= tokens), tokens)
 
 
 def row_block_count(rows: int) -> int:

@@ -15,11 +15,11 @@ from dakrun.engine.graph_runner import GraphRunner
 from dakrun.engine.kernel_backend import KernelBackend
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.kv_layout import RowLayout
-from dakrun.engine.prefill import Prefill, padded_tokens
+from dakrun.engine.prefill import Prefill
 from dakrun.engine.reference_runner import ReferenceRunner
 from dakrun.engine.runner import Runner
 from dakrun.engine.staging import PassStaging, Staging, staged_bytes
-from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES
+from dakrun.geometry import KV_BLOCK, ROWS_PER_BLOCK, SPLITK_X_TILES, padded_tokens
 from dakrun.hardware import Card, HardwareProfile
 from dakrun.kernels import Variant, variants
 from dakrun.kernels.attention import KVShape

@@ -21,20 +21,11 @@ from dakrun.engine.logprobs import Scores
 from dakrun.engine.pass_graphs import PassGraphs, PassInputs
 from dakrun.engine.prompt_attention import PromptAttention
 from dakrun.engine.step import Row, Step
-from dakrun.geometry import GRAPHED_TOKENS
+from dakrun.geometry import GRAPHED_TOKENS, padded_tokens
 from dakrun.kernels.attention import KVShape
 from dakrun.memory.device import upload
 from dakrun.models.decoder import Attend
 from dakrun.models.modules import Attention
-
-# Sizes of small passes in tokens, so that few graphs do. The first ones are those of decode steps,
-# whose kernels do not round differently for a few rows more or less.
-SIZES = (8, 16, 32, 64, 128, 192, 256, *range(384, GRAPHED_TOKENS + 1, 128))
-
-
-def padded_tokens(tokens: int) -> int:
-    """`tokens` and idle ones, where a pass may be a graph."""
-    return next((size for size in SIZES if size >= tokens), tokens)
 
 
 class Prefill:

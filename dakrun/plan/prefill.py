@@ -175,10 +175,13 @@ def pass_seconds(
     ends: int,
     spans: Sequence[tuple[tuple[int, int], int]],
     attention_s: float,
+    *,
+    replays: bool = True,
 ) -> float:
     """Predicted seconds of a step of `rows` decode rows and parts of prompts, `ends` of which end.
 
-    `spans` counts the parts by (start, length); `attention_s` is the attention of the rows.
+    `spans` counts the parts by (start, length); `attention_s` is the attention of the rows. A small
+    step `replays` a CUDA graph, but for the first of its kind.
     """
     tokens = sum(length * count for (_, length), count in spans)
     one = _Pass(plan)
@@ -187,7 +190,8 @@ def pass_seconds(
     if plan.profile.device != "cuda":
         return seconds
     model = plan.profile.kernel_model
-    launch_s = 0.0 if _is_graphed(plan, rows + tokens) else model.pass_launch_seconds
+    replays = replays and _is_graphed(plan, rows + tokens)
+    launch_s = 0.0 if replays else model.pass_launch_seconds
     return max(seconds + model.mixed_step_seconds, launch_s)
 
 

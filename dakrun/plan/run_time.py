@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dakrun.config import DTYPE_BYTES
-from dakrun.geometry import TILED_MAX_ROWS
+from dakrun.geometry import TILED_MAX_ROWS, padded_tokens
 from dakrun.hardware import LOCAL
 from dakrun.plan.plan import Plan
 from dakrun.plan.prefill import pass_seconds, requests_per_admission
@@ -159,6 +159,8 @@ class _Costs:
         self._attention_s = sum(plan.op("attention").predicted_s) / full  # per KV byte
         self._kv_bytes = plan.model.kv_bytes_per_token
         self._times, self._other_s = StepTimes(plan), plan.sampling_s + plan.waits_s
+        # Sizes of steps with prompts that there were, and sizes with about their rows.
+        self._kinds = set[int | tuple[int, int]]()
 
     def room(self, rows: int) -> int:
         """Tokens of prompts in a step with `rows` rows."""
@@ -180,7 +182,12 @@ class _Costs:
         tokens = running.rows + ends
         others = self._attention(running.positions) + self._prefixes(running.shared)
         others += tokens * self._row_s
-        return pass_seconds(self._plan, running.rows, ends, spans, others) / SUSTAINED
+        size = padded_tokens(running.rows + sum(length * count for (_, length), count in spans))
+        kind = (size, running.rows.bit_length()) if size in self._kinds else size
+        replays = kind in self._kinds
+        self._kinds.add(kind)
+        seconds = pass_seconds(self._plan, running.rows, ends, spans, others, replays=replays)
+        return seconds / SUSTAINED
 
     def _attention(self, positions: int) -> float:
         """Attention to `positions` of requests."""
