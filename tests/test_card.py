@@ -99,7 +99,7 @@ def test_the_driver_reads_no_memory_behind_the_arguments(monkeypatch: pytest.Mon
     function = SimpleNamespace(kernel=SimpleNamespace(ptr=0), max_dynamic_shared_size_bytes=0)
     driver = Driver(192)
     monkeypatch.setattr("dakrun.kernels.runtime.jit._driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr("dakrun.kernels.runtime.jit._current_stream", lambda: 0)
     pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     libc = ctypes.CDLL(None, use_errno=True)
