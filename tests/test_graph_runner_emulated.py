@@ -29,6 +29,7 @@ from dakrun.engine import (
     pass_graphs,
     step_graphs,
 )
+from dakrun.engine.pass_graphs import PassGraphs
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.models.modules import Fused
@@ -205,7 +206,7 @@ def test_small_passes_are_graphs(
     found = [run(engine) for _ in range(2)]
     assert max(graph.replays for graph in captured) > 1
     with monkeypatch.context() as patch:
-        patch.setattr(Prefill, "_can_replay", lambda *_: False)
+        patch.setattr(PassGraphs, "run", lambda _, __, inputs, launch: launch(inputs))
         assert found == [run(engine_of(path, speculation))] * 2
 
 
@@ -216,9 +217,19 @@ def test_a_rehearsal_leaves_no_trace(speculation: Speculation, tmp_path: Path) -
     path = save_half(CONFIGS["llama-gqa"], tmp_path / "model")
     wanted = run(engine_of(path, speculation))
     engine = engine_of(path, speculation)
-    runner = engine.runner
+    runner: Any = engine.runner
+
+    def of_drafts() -> list[Any]:
+        verify = runner._verify
+        if not verify:
+            return []
+        texts, lengths = verify._texts, verify.lengths
+        known = [texts.cached, texts.common, texts.index, texts.steps]
+        return [*map(torch.Tensor.tolist, known), lengths.by_match, verify._common.token]
+
+    before = of_drafts()
     runner.rehearse()
-    assert runner.details()["buckets"] == []
+    assert runner.details()["buckets"] == [] and of_drafts() == before
     cache = runner.cache
     assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
     assert run(engine) == wanted

@@ -23,7 +23,8 @@ from dakrun.plan import DraftForecast
 LOST = 0.007  # of a run's time, spent at most on drafts that turn out not to save any
 NEWEST, NEWEST_OF_ROW = 0.1, 0.2  # weights in the means of a step, and of a row's step
 AGAIN = 100  # steps with drafts after which a step without drafts is measured again
-# After USELESS steps with useless drafts, PAUSE steps have none. Another such step doubles that.
+# After USELESS steps with useless drafts, PAUSE steps have none. Each further such step makes the
+# next pause about twice as long, up to LONGEST_PAUSE.
 USELESS, PAUSE, LONGEST_PAUSE = 16, 7, 31
 # Below so many accepted drafts of a row in a step, drafts are useless. If the plan predicts that
 # they make the step longer by a larger share, the limit is that share, up to USEFUL_AT_MOST.

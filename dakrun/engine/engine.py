@@ -86,8 +86,8 @@ class Engine:
         `may_wait` at other times too, perhaps for a result, it is asked once all results are given.
 
         While others run, requests begin in groups (see requests_per_admission), since a step with
-        prompts takes longer to launch. They begin at once if none is running, or none is there to
-        wait for.
+        prompts costs more than its tokens. They begin at once if none is running, or none is there
+        to wait for; if all that run are about to end, when these have ended.
         A request ends in a RowError where the model's logits are NaN or infinite, if the KV cache
         is too small for it, or if it has or names a token that is not in the vocabulary.
         Raises UsageError, at the first completion, while another run is active.
@@ -194,7 +194,8 @@ class Engine:
         )
         self.runner.launch(launched.step)
         self._steps.append(launched)
-        self._drafts.launched(drafts)
+        if decode and not parts:
+            self._drafts.launched(drafts)
         if decode:
             self.stats.count_rows(launched.step, self._kv_bytes_read(launched))
         for r in decoding:
@@ -230,13 +231,17 @@ class Engine:
         )
         if decoding is None:
             return (), ()
-        ending = self._steps and self._running and all(r.cached >= r.end for r in self._running)
-        if new and ending and not none_now:
-            return (), ()  # when the steps in flight have ended, others can begin with these
+        if new and self._ends_soon() and not (none_now or self.prompts.fills_a_pass):
+            return (), ()  # others can then begin with these
         begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
         return decoding, self.prompts.take_parts(
             len(decoding) * (1 + drafts)
         ) if new and begins else ()
+
+    def _ends_soon(self) -> bool:
+        """Whether all that run have decoded, and end with the steps in flight."""
+        decoded = any(r.cached > len(r.prompt) for r in self._running)
+        return bool(self._steps) and decoded and all(r.cached >= r.end for r in self._running)
 
     def _kv_bytes_read(self, launched: _Launched) -> int:
         """KV bytes that the decode rows of a step read; a block that rows share counts once."""

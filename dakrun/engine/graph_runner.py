@@ -1,9 +1,10 @@
 """Steps on the project's kernels: a replay of a CUDA graph, or a pass over parts of prompts.
 
-A step with parts of prompts is launched op by op; steps with drafts have graphs of their own. Knows
-rows and slots. row_map.py says which rows of the batch the slots have, slot_sampling.py how their
-tokens are chosen. step_graphs.py has the graphs, decode_step.py the launches of a decode step,
-verify_step.py those of a step with drafts, prefill.py those of prompts.
+Steps with drafts have graphs of their own. The layers of a small step with parts of prompts are a
+graph, too; larger ones are launched op by op. Knows rows and slots. row_map.py says which rows of
+the batch the slots have, slot_sampling.py how their tokens are chosen. step_graphs.py has the
+graphs, decode_step.py the launches of a decode step, verify_step.py those of a step with drafts,
+prefill.py those of prompts.
 """
 
 from collections import deque
@@ -139,6 +140,8 @@ class GraphRunner:
         self._rows.forget()
         self._decode.lengths.fill_(IDLE)
         self._last, self.replays = None, Replays()
+        if self._verify:
+            self._verify.forget()
         if self.expert_use is not None:
             self.expert_use.clear()
 

@@ -3,7 +3,7 @@
 Knows what a pass reads, neither requests nor what it launches.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,8 @@ class PassInputs:
     """What a pass reads of prompts, on the device.
 
     `ids`, `positions` int32 [T] and `kv_addresses` int64 [T, 3] (see store_kv) are of their tokens;
-    idle ones have negative positions. `chosen`, int32 [S], are the tokens whose logits are wanted,
-    numbered behind those of decode rows; what is computed of the last ones may not be needed.
+    idle ones have negative positions. `chosen`, int32 [S], are the numbers in the pass of those
+    tokens whose logits are wanted, decode rows first; zeros behind them are padding.
     """
 
     ids: torch.Tensor
@@ -56,31 +56,27 @@ class PassGraphs:
         self._tiles = torch.zeros(tokens, fields, dtype=torch.int32, device=device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._pool: Any = None
-        self._seen = set[int]()
+        self._seen = Counter[Hashable]()
         self._graphs = OrderedDict[Hashable, _Captured]()
 
     def run(
-        self,
-        tokens: int,
-        launches: Hashable,
-        inputs: PassInputs,
-        launch: Callable[[PassInputs], Results],
+        self, kind: Hashable, inputs: PassInputs, launch: Callable[[PassInputs], Results]
     ) -> Results:
-        """What `launch` returns for `inputs`, in a pass of `tokens` tokens, decode rows included.
+        """What `launch` returns for `inputs`; all passes of a `kind` launch the same on theirs.
 
-        `launches` says what else it depends on. The first pass of so many tokens is no graph: it
-        loads the kernels.
+        The first pass of a kind is no graph: it loads kernels and allocates what is kept.
         """
-        if tokens not in self._seen:
-            self._seen.add(tokens)
+        self._seen[kind] += 1
+        if self._seen[kind] == 1:
             return launch(inputs)
-        own, key = self._own(inputs), (tokens, launches)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(own, launch)
+        own = self._own(inputs)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(own, launch)
             if len(self._graphs) > MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        captured = self._graphs[key]
+                forgotten, _ = self._graphs.popitem(last=False)
+                del self._seen[forgotten]
+        self._graphs.move_to_end(kind)
+        captured = self._graphs[kind]
         captured.graph.replay()
         return captured.results
 

@@ -62,26 +62,29 @@ class Prefill:
         first. `logits` is room for them all, by default it is allocated. Also returns the last
         layer's output [T, H] after all tokens of `parts`, for `scores`.
 
-        `launches` says which kernels `rows` launch: where it is the same, and the numbers of tokens
-        are, a graph may be replayed. Later passes then overwrite both results.
+        `launches` says which kernels `rows` launch. If it and the padded numbers of tokens and
+        logits equal those of earlier passes, a graph may be replayed. The next pass overwrites the
+        layer's output, and after a small pass the logits.
         """
         n, tokens = len(rows.ids) if rows else 0, sum(row.length for row in parts)
-        wanted = n + sum(row.wanted for row in parts)
-        total, chosen = self.padded(n + tokens), wanted
+        wanted, total = n + sum(row.wanted for row in parts), self.padded(n + tokens)
         small = total <= GRAPHED_TOKENS and total == padded_tokens(total)
-        if small:
-            most = n + self._cache.slots if logits is None else len(logits)
-            chosen = min(padded_tokens(wanted), most) if wanted else 0
+        # Log-probabilities of prompts' tokens overwrite the idle buffer.
+        scored = any(row.scored for row in parts)
+        if logits is None and small and not scored and wanted <= len(self._scorer.logits):
+            logits = self._scorer.logits
+        chosen = wanted
+        if small and wanted and logits is not None and padded_tokens(wanted) <= len(logits):
+            chosen = padded_tokens(wanted)
         inputs = self._inputs(parts, n, total - n, chosen)
-        if small and self._can_replay(total, inputs, parts):
-            room = self._scorer.logits if logits is None else logits
-            if chosen <= len(room):
-                found, hidden = self._graphs.run(
-                    total, (launches, chosen), inputs, lambda own: self._launch(own, rows, room)
-                )
-                return found[:wanted], hidden[n : n + tokens]
-        found, hidden = self._launch(inputs, rows, logits)
-        self._writer.end()
+        staged = self._backend.stagings.of(total) is not None
+        if small and logits is not None and inputs.attention.is_plain and not (staged or scored):
+            found, hidden = self._graphs.run(
+                (launches, total, chosen), inputs, lambda own: self._launch(own, rows, logits)
+            )
+        else:
+            found, hidden = self._launch(inputs, rows, logits)
+            self._writer.end()
         return found[:wanted], hidden[n : n + tokens]
 
     def padded(self, tokens: int) -> int:
@@ -134,12 +137,6 @@ class Prefill:
             upload(int32(numbers + [0] * (chosen - len(numbers))), device),
             PromptAttention(self._backend.model.config, self._cache, self._shape, parts, written),
         )
-
-    def _can_replay(self, tokens: int, inputs: PassInputs, parts: Sequence[Row]) -> bool:
-        """Whether a pass of `tokens` tokens launches the same as others of this number."""
-        staged = self._backend.stagings.of(tokens) is not None
-        # Log-probabilities of prompts' tokens overwrite the buffer of logits.
-        return inputs.attention.is_plain and not staged and not any(row.scored for row in parts)
 
     def _launch(
         self, inputs: PassInputs, rows: StepRows | None, logits: torch.Tensor | None

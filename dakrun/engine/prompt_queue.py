@@ -36,12 +36,15 @@ class PromptQueue:
         Where KV blocks leave slots empty, a group is smaller, in proportion to the slots in use.
         """
         new = len(self.requests)
-        tokens = sum(len(r.prompt) - r.cached for r in self.requests)
-        return (
-            self._left > 0
-            or new * self._runner.cache.slots >= self.together * (running + new)
-            or tokens >= self._runner.chunk_tokens
+        return self.fills_a_pass or new * self._runner.cache.slots >= self.together * (
+            running + new
         )
+
+    @property
+    def fills_a_pass(self) -> bool:
+        """Whether no other request could join these, or a group of them has begun."""
+        tokens = sum(len(r.prompt) - r.cached for r in self.requests)
+        return self._left > 0 or tokens >= self._runner.chunk_tokens
 
     def take_parts(self, beside: int) -> list[tuple[RequestState, Row]]:
         """The parts of prompts that the next step computes beside so many tokens of decode rows.

@@ -42,7 +42,10 @@ class Runner(Protocol):
         ...
 
     def rehearse(self) -> None:
-        """Do once what costs more the first time; no request may be running."""
+        """Run a short request, so that the first real one does not wait for kernels to be loaded.
+
+        No request may be running.
+        """
         ...
 
     def op_seconds(self, length: int) -> Mapping[str, float]:

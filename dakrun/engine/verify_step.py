@@ -52,16 +52,12 @@ class VerifyStep:
         most = WARPGROUPS * part_queries(group)
         self.widths = {bucket: min(width, most) for bucket, width in widths.items()}
         self.width = max(self.widths.values(), default=1)
-        self.lengths, self._common = DraftLengths(self.width - 1, cost), CommonToken()
+        self._cost = cost
         self._step, self._cache, self._shape = step, cache, shape
         self._texts = SlotTexts.empty(
             step.newest, shape.blocks * KV_BLOCK, LOG_STEPS, FORCED_STEPS * self.width
         )
-        self._progress = SlotProgress(step.log.numpy(), self._texts.log.numpy())
-        self._sent: dict[int, Forced] = {}
-        self._limits: dict[int, SlotDrafts] = {}
-        self._by_match: list[int] = []
-        self._sent_common = self._common.token
+        self.forget()
         if rows := max(map(sum, self.widths), default=0):
             tokens = max(sum(bucket) * width for bucket, width in self.widths.items())
             self._buffers = DraftBuffers(rows, self.width, shape, group, device)
@@ -70,6 +66,20 @@ class VerifyStep:
             )
             self._heads = step.backend.like.new_zeros(tokens, config.q_size)
             self.chosen = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+    def forget(self) -> None:
+        """Forget all texts, and how good their drafts were; no step may be in flight."""
+        texts = self._texts
+        self.lengths, self._common = DraftLengths(self.width - 1, self._cost), CommonToken()
+        self._progress = SlotProgress(self._step.log.numpy(), texts.log.numpy())
+        self._sent: dict[int, Forced] = {}
+        self._limits: dict[int, SlotDrafts] = {}
+        self._by_match: list[int] = []
+        self._sent_common = self._common.token
+        texts.common.fill_(self._sent_common)
+        texts.cached.zero_()
+        texts.index.zero_()
+        texts.steps.fill_(1)
 
     def run(self, bucket: Bucket) -> None:
         """Launch a step of the rows of `bucket`, with drafts."""

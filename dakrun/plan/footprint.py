@@ -6,6 +6,7 @@ Knows the model and the workload; knows no ops and no machine.
 import math
 
 from dakrun.config import DTYPE_BYTES, MAX_BIASES, ModelConfig, Workload
+from dakrun.geometry import padded_tokens
 from dakrun.launches import expert_buffer_bytes
 from dakrun.models.families import decoder_of
 from dakrun.units import ceil_div
@@ -52,7 +53,8 @@ def activation_bytes(
     cached = 3 * model.kv_layout.position_bytes * workload.max_model_len
     verified = verified_tokens(workload)
     verified += min(PROMPT_ENDS, workload.batch_size) if verified else 0
-    rows = pass_tokens(workload, chunk_tokens) + workload.batch_size  # with those of a decode step
+    # With those of a decode step.
+    rows = padded_tokens(pass_tokens(workload, chunk_tokens) + workload.batch_size)
     in_kernels = rows * width * size + cached
     in_kernels += kv_staging_bytes(model, workload, chunk_tokens)
     if of := model.mixture:
@@ -101,8 +103,8 @@ def reserve_bytes(host_bytes: int) -> int:
 
     RESERVE_BYTES cover, in MiB measured on an H200, code of kernels (90), CUDA graphs (10),
     workspaces of products and of attention (up to 75) and rounding by torch's allocator (20 to
-    80). The rest is for graphs of small passes with prompts: 24 at most, each of which takes less
-    than 1, and their memory for normalized rows (25 with a hidden size of 4,096). While weights
+    80). The rest is for graphs of small passes with prompts: at most 24 of less than 1 MiB, and the
+    normalized rows that they share, 25 MiB with a hidden size of 4,096. While weights
     load, none of these is used yet, and temporary memory (up to 220) is used instead. In addition
     the driver needs page tables for `host_bytes` of page-locked memory.
     """

@@ -181,7 +181,7 @@ def pass_seconds(
     """Predicted seconds of a step of `rows` decode rows and parts of prompts, `ends` of which end.
 
     `spans` counts the parts by (start, length); `attention_s` is the attention of the rows. A small
-    step `replays` a CUDA graph, but for the first of its kind.
+    step `replays` a CUDA graph, but for the first two of its kind.
     """
     tokens = sum(length * count for (_, length), count in spans)
     one = _Pass(plan)
@@ -196,9 +196,11 @@ def pass_seconds(
 
 
 def _is_graphed(plan: Plan, tokens: int) -> bool:
-    """Whether passes of `tokens` tokens are replays of CUDA graphs."""
+    """Whether passes of `tokens` tokens are replays of CUDA graphs, where texts are not long."""
     remote = any(units for _, units in plan.placement("attention")[1:])
-    stages = any(plan.prefill.stages(op.op, op.shares[0]) for op in plan.weights())
+    stages = any(
+        plan.prefill.stages(op.op.with_rows(max(1, tokens)), op.shares[0]) for op in plan.weights()
+    )
     return tokens <= GRAPHED_TOKENS and not remote and not stages
 
 
