@@ -203,11 +203,12 @@ def test_small_passes_are_graphs(
 
     monkeypatch.setattr(pass_graphs, "capture", Counted)
     engine = engine_of(path, speculation)
-    found = [run(engine) for _ in range(2)]
+    runs = 4 if speculation.most else 2  # drafts that get better change a step's rows
+    found = [run(engine) for _ in range(runs)]
     assert max(graph.replays for graph in captured) > 1
     with monkeypatch.context() as patch:
         patch.setattr(PassGraphs, "run", lambda _, __, inputs, launch: launch(inputs))
-        assert found == [run(engine_of(path, speculation))] * 2
+        assert found == [run(engine_of(path, speculation))] * runs
 
 
 @pytest.mark.parametrize(
@@ -224,8 +225,8 @@ def test_a_rehearsal_leaves_no_trace(speculation: Speculation, tmp_path: Path) -
         if not verify:
             return []
         texts, lengths = verify._texts, verify.lengths
-        known = [texts.cached, texts.common, texts.index, texts.steps]
-        return [*map(torch.Tensor.tolist, known), lengths.by_match, verify._common.token]
+        known = [texts.cached, texts.common, texts.index]
+        return [*map(torch.Tensor.tolist, known), list(lengths.by_match), verify._common.token]
 
     before = of_drafts()
     runner.rehearse()
