@@ -35,7 +35,7 @@ from dakrun.engine.slot_sampling import SlotSampling
 from dakrun.engine.step import Accepted, Row, Sampling, Step
 from dakrun.engine.step_graphs import StepGraphs
 from dakrun.engine.verify_step import VerifyStep
-from dakrun.geometry import KV_BLOCK
+from dakrun.geometry import GRAPHED_ROWS, KV_BLOCK
 from dakrun.kernels.attention import KVShape
 from dakrun.kernels.runtime import (
     replay_seconds,
@@ -286,16 +286,18 @@ class GraphRunner:
         """
         self.graphs.filled = None
         n, decode = sum(bucket), self._decode
+        kind = "drafts" if drafting else decode.cascades
+        launches = (bucket, kind) if n <= GRAPHED_ROWS else None
         if drafting:
             rows = drafting.draft(bucket)
             n, tokens = len(rows.ids), drafting.chosen[: len(rows.ids)]
             room = drafting.backend.logits
-            logits, hidden = self._prefill.logits(parts, rows, room, (bucket, "drafts"))
+            logits, hidden = self._prefill.logits(parts, rows, room, launches)
             drafting.accept(bucket, logits[:n])
         else:
             tokens = decode.tokens[:n]
             rows_of = decode.rows(bucket) if n else None
-            logits, hidden = self._prefill.logits(parts, rows_of, None, (bucket, decode.cascades))
+            logits, hidden = self._prefill.logits(parts, rows_of, None, launches)
             if n:
                 decode.select(n, logits[:n])
         if ended:

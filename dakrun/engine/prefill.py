@@ -63,8 +63,8 @@ class Prefill:
         layer's output [T, H] after all tokens of `parts`, for `scores`.
 
         `launches` says which kernels `rows` launch. If it and the padded numbers of tokens and
-        logits equal those of earlier passes, a graph may be replayed. The next pass overwrites the
-        layer's output, and after a small pass the logits.
+        logits equal those of earlier passes, a graph may be replayed; with None it is not. The next
+        pass overwrites the layer's output, and after a small pass the logits.
         """
         n, tokens = len(rows.ids) if rows else 0, sum(row.length for row in parts)
         wanted, total = n + sum(row.wanted for row in parts), self.padded(n + tokens)
@@ -78,7 +78,8 @@ class Prefill:
             chosen = padded_tokens(wanted)
         inputs = self._inputs(parts, n, total - n, chosen)
         staged = self._backend.stagings.of(total) is not None
-        if small and logits is not None and inputs.attention.is_plain and not (staged or scored):
+        alike = small and inputs.attention.is_plain and not (staged or scored)
+        if alike and launches is not None and logits is not None:
             found, hidden = self._graphs.run(
                 (launches, total, chosen), inputs, lambda own: self._launch(own, rows, logits)
             )

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dakrun.geometry import GRAPHED_TOKENS
+from dakrun.geometry import GRAPHED_ROWS, GRAPHED_TOKENS
 from dakrun.plan.footprint import activation_bytes
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
@@ -190,18 +190,22 @@ def pass_seconds(
     if plan.profile.device != "cuda":
         return seconds
     model = plan.profile.kernel_model
-    replays = replays and _is_graphed(plan, rows + tokens)
+    replays = replays and _is_graphed(plan, rows, rows + tokens)
     launch_s = 0.0 if replays else model.pass_launch_seconds
     return max(seconds + model.mixed_step_seconds, launch_s)
 
 
-def _is_graphed(plan: Plan, tokens: int) -> bool:
-    """Whether passes of `tokens` tokens are replays of CUDA graphs, where texts are not long."""
+def _is_graphed(plan: Plan, rows: int, tokens: int) -> bool:
+    """Whether steps of `rows` rows, and `tokens` tokens in all, replay CUDA graphs.
+
+    Texts are not long.
+    """
     remote = any(units for _, units in plan.placement("attention")[1:])
     stages = any(
         plan.prefill.stages(op.op.with_rows(max(1, tokens)), op.shares[0]) for op in plan.weights()
     )
-    return tokens <= GRAPHED_TOKENS and not remote and not stages
+    few = rows <= GRAPHED_ROWS and tokens <= GRAPHED_TOKENS
+    return few and not remote and not stages
 
 
 def requests_per_admission(plan: Plan) -> int:
@@ -230,7 +234,7 @@ def requests_per_admission(plan: Plan) -> int:
         return extra_s / best + best * steps_s / (2 * slots**2), best
 
     found = cheapest(launch_s, ceil_div(slots, 2))
-    if _is_graphed(plan, work.prompt_len + slots):
+    if _is_graphed(plan, slots, work.prompt_len + slots):
         most = (GRAPHED_TOKENS - slots) // work.prompt_len
         found = min(found, cheapest(graph_s, min(most, ceil_div(slots, 2))))
     return found[1]
