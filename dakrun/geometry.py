@@ -62,7 +62,7 @@ PROMPT_PRODUCER_WARPS = 4
 PROMPT_THREADS = 128 * WARPGROUPS + 32 * PROMPT_PRODUCER_WARPS  # per CTA
 PROMPT_PART_ROWS = 64  # rows, of a query and a head each, that a warpgroup attends from
 GRAPHED_TOKENS = 1024  # of the largest pass with prompts that may be a CUDA graph
-GRAPHED_ROWS = 64  # decode rows in it: more are of so many kinds that few come again
+GRAPHED_ROWS = 64  # decode rows of such a pass, at most: with more, few passes are alike
 # Such passes are padded to these numbers of tokens, so that few graphs are enough. The first ones
 # are those of decode steps, whose kernels do not round differently for a few rows more or less.
 PASS_SIZES = (8, 16, 32, 64, 128, 192, 256, *range(384, GRAPHED_TOKENS + 1, 128))

@@ -17,8 +17,8 @@ computes a step: graph_runner.py on the GPU's kernels (replays.py counts the gra
 reference_runner.py in plain torch (reference_backend.py). On the GPU row_map.py has the rows of the
 batch, slot_sampling.py how their tokens are chosen, step_graphs.py the CUDA graphs of
 decode_step.py and of verify_step.py (with slot_progress.py); prefill.py computes prompts with
-prompt_attention.py and kv_writer.py, kernel_backend.py launches ops, and staging.py copies remote
-matrices ahead.
+prompt_attention.py and kv_writer.py, few of them in CUDA graphs (pass_graphs.py), kernel_backend.py
+launches ops, and staging.py copies remote matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
 experts; on the GPU's kernels expert_copies.py copies them.

@@ -104,9 +104,9 @@ def reserve_bytes(host_bytes: int) -> int:
     RESERVE_BYTES cover, in MiB measured on an H200, code of kernels (90), CUDA graphs (10),
     workspaces of products and of attention (up to 75) and rounding by torch's allocator (20 to
     80). The rest is for graphs of small passes with prompts: at most 24 of less than 1 MiB, and the
-    normalized rows that they share, 25 MiB with a hidden size of 4,096. While weights
-    load, none of these is used yet, and temporary memory (up to 220) is used instead. In addition
-    the driver needs page tables for `host_bytes` of page-locked memory.
+    normalized rows that they share, 25 MiB with a hidden size of 4,096 (both estimated). While
+    weights load, none of these is used yet, and temporary memory (up to 220) is used instead. In
+    addition the driver needs page tables for `host_bytes` of page-locked memory.
     """
     return RESERVE_BYTES + ceil_div(host_bytes, HOST_BYTES_PER_PAGE_TABLE_BYTE)
 

@@ -196,9 +196,9 @@ def pass_seconds(
 
 
 def _is_graphed(plan: Plan, rows: int, tokens: int) -> bool:
-    """Whether steps of `rows` rows, and `tokens` tokens in all, replay CUDA graphs.
+    """Whether steps with prompts replay CUDA graphs; of `tokens` tokens, `rows` are decode rows.
 
-    Texts are not long.
+    Steps with texts of 2,048 positions and more, or log-probabilities of prompts, never do.
     """
     remote = any(units for _, units in plan.placement("attention")[1:])
     stages = any(
