@@ -18,10 +18,11 @@ from rich.console import Console
 
 from dakrun.config import SamplingParams
 from dakrun.engine import Accepted, Step
+from dakrun.engine.prompt_queue import LAUNCHES, PromptQueue
 from dakrun.errors import GpuFailed, UsageError
 from dakrun.hardware import load_profile
 from dakrun.llm import LLM
-from dakrun.plan import Policy
+from dakrun.plan import Policy, PromptGroups
 from dakrun.report import _spread
 from dakrun.requests import Completion, Request, as_requests
 from dakrun.terminal.summary import render
@@ -108,6 +109,29 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
     )
     least = min(together, chunk_tokens // 6)  # prompts have 3 tokens, and half is for rows
     assert groups[2:-1] == [least] * (len(groups) - 3) and groups[-1] <= least
+
+
+def test_groups_follow_the_time_of_launches(path: Path) -> None:
+    """Where the CPU launches slowly, more requests share a launch; what waits counts as four."""
+    groups = PromptGroups(
+        slots=256, steps_s=2.0, step_s=0.01, request_s=0.001, mixed_s=0.001, launch_s=0.02,
+        hidden_s=0.005,
+    )  # fmt: skip
+    with load(path) as llm:
+        engine = llm.engine
+        queue = PromptQueue(engine.runner, engine.admission, groups)
+        chosen = {}
+        for factor in (1, 2, 3, 4, 50):
+            for _ in range(LAUNCHES):
+                queue.count_launch(0.02 * factor)
+            chosen[factor] = queue.together
+        assert chosen[1] == groups.best() < chosen[2] < chosen[3] < chosen[4] == chosen[50]
+        queue.count_launch(0.001)
+        assert queue.together == chosen[50], "one that is not like the others"
+        of_cpu = PromptQueue(engine.runner, engine.admission, PromptGroups.of(engine.plan))
+        for _ in range(LAUNCHES):
+            of_cpu.count_launch(1.0)  # there a launch computes
+        assert of_cpu.together == 1
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

@@ -28,7 +28,7 @@ from dakrun.engine.waiting import Waiting
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
-from dakrun.plan import Plan, draft_forecasts, requests_per_admission
+from dakrun.plan import Plan, PromptGroups, draft_forecasts
 from dakrun.requests import Completion, Request, RowError, Tokenizer
 
 
@@ -67,7 +67,7 @@ class Engine:
         self.admission = Admission(runner.cache, runner.order)
         self._running: list[RequestState] = []  # in the order in which they began
         self.preemption = Preemption(runner, plan, self.admission, self._running)
-        self.prompts = PromptQueue(runner, self.admission, requests_per_admission(plan))
+        self.prompts = PromptQueue(runner, self.admission, PromptGroups.of(plan))
         self._one_run = threading.Lock()  # the slots serve one run at a time
         self._closed = threading.Event()
         self._collected = 0.0  # time of the last collection
@@ -85,7 +85,7 @@ class Engine:
         asked for after a step. When nothing runs, `requests` should wait for one instead. If it
         `may_wait` at other times too, perhaps for a result, it is asked once all results are given.
 
-        While others run, requests begin in groups (see requests_per_admission), since a step with
+        While others run, requests begin in groups (see PromptGroups), since a step with
         prompts costs more than its tokens. They begin at once if none is running, or none is there
         to wait for; if all that run are about to end, when these have ended.
         A request ends in a RowError where the model's logits are NaN or infinite, if the KV cache
@@ -193,6 +193,8 @@ class Engine:
             drafts,
         )
         self.runner.launch(launched.step)
+        if decode and parts:
+            self.prompts.count_launch(time.perf_counter() - launched.start)
         self._steps.append(launched)
         if decode and not parts:
             self._drafts.launched(drafts)

@@ -4,7 +4,10 @@ Knows neither which requests get a slot nor how steps are launched.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
 
 from dakrun.engine.admission import Admission
 from dakrun.engine.decode_step import LARGE_BUCKET_STEP
@@ -12,17 +15,23 @@ from dakrun.engine.progress import RequestState
 from dakrun.engine.runner import Runner
 from dakrun.engine.step import Row
 from dakrun.geometry import KV_BLOCK
+from dakrun.plan import PromptGroups
 from dakrun.units import ceil_div
+
+LAUNCHES = 9  # of prompts beside rows, whose median counts
+LONGEST_LAUNCH = 4  # times what the plan expects: what takes longer has waited for the device
 
 
 class PromptQueue:
     """The `requests` in slots, before the end of their prefill.
 
-    While others run, they begin in groups of about `together` (see requests_per_admission).
+    While others run, they begin in groups of about `together` (see PromptGroups).
     """
 
-    def __init__(self, runner: Runner, admission: Admission, together: int) -> None:
-        self._runner, self._admission, self.together = runner, admission, together
+    def __init__(self, runner: Runner, admission: Admission, groups: PromptGroups) -> None:
+        self._runner, self._admission, self._groups = runner, admission, groups
+        self._launches: deque[float] = deque(maxlen=LAUNCHES)  # seconds of the last ones
+        self.together = groups.best()
         self.requests: list[RequestState] = []
         self._left = 0  # requests of the last group that have prompt tokens left
 
@@ -39,6 +48,14 @@ class PromptQueue:
         return self.fills_a_pass or new * self._runner.cache.slots >= self.together * (
             running + new
         )
+
+    def count_launch(self, seconds: float) -> None:
+        """Note how long the CPU took to launch prompts beside rows; groups are chosen by it."""
+        if not (expected := self._groups.launch_s):
+            return
+        self._launches.append(min(seconds, LONGEST_LAUNCH * expected))
+        if len(self._launches) == LAUNCHES:
+            self.together = replace(self._groups, launch_s=median(self._launches)).best()
 
     @property
     def fills_a_pass(self) -> bool:

@@ -32,7 +32,8 @@ from dakrun.plan.peak_blocks import blocks_suffice
 from dakrun.plan.plan import RING_GROUPS, OpPlan, Plan, ring_bytes, spare_experts
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
-from dakrun.plan.prefill import pass_seconds, predict_prefill, requests_per_admission
+from dakrun.plan.prefill import pass_seconds, predict_prefill
+from dakrun.plan.prompt_groups import PromptGroups
 from dakrun.plan.roofline import (
     STAGED_TOGETHER,
     Links,
@@ -69,6 +70,7 @@ __all__ = [
     "OpPlan",
     "Plan",
     "Policy",
+    "PromptGroups",
     "RunForecast",
     "RunKeywords",
     "RunOptions",
@@ -96,7 +98,6 @@ __all__ = [
     "pass_tokens",
     "predict_prefill",
     "predicted_time",
-    "requests_per_admission",
     "ring_bytes",
     "run_bound",
     "run_options",

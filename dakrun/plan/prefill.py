@@ -4,7 +4,6 @@ Takes the placement of a plan and the HBM that it leaves as given.
 """
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +29,9 @@ from dakrun.plan.roofline import (
     norm_time,
     op_cost,
 )
-from dakrun.units import ceil_div
 
+EXPERT_LAYERS = 1.5  # layers without experts that have as many launches as one with experts
+PASS_LAYERS = 32  # to which pass_launch_seconds belong
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 
@@ -189,13 +189,26 @@ def pass_seconds(
     seconds = one.predicted_s + attention_s
     if plan.profile.device != "cuda":
         return seconds
-    model = plan.profile.kernel_model
-    replays = replays and _is_graphed(plan, rows, rows + tokens)
-    launch_s = 0.0 if replays else model.pass_launch_seconds
-    return max(seconds + model.mixed_step_seconds, launch_s)
+    replays = replays and is_graphed(plan, rows, rows + tokens)
+    launch_s = 0.0 if replays else launch_seconds(plan) - hidden_launch_seconds(plan)
+    return max(seconds + plan.profile.kernel_model.mixed_step_seconds, launch_s)
 
 
-def _is_graphed(plan: Plan, rows: int, tokens: int) -> bool:
+def launch_seconds(plan: Plan) -> float:
+    """Seconds in which the CPU launches a step with prompts that is no graph."""
+    model = plan.model
+    layers = float(model.num_layers)
+    if model.mixture:
+        layers += (EXPERT_LAYERS - 1) * (layers - len(model.mixture.dense_layers))
+    return plan.profile.kernel_model.pass_launch_seconds * layers / PASS_LAYERS
+
+
+def hidden_launch_seconds(plan: Plan) -> float:
+    """Seconds of such a launch in which the GPU still computes the step before."""
+    return plan.predicted_s / 2
+
+
+def is_graphed(plan: Plan, rows: int, tokens: int) -> bool:
     """Whether steps with prompts replay CUDA graphs; of `tokens` tokens, `rows` are decode rows.
 
     Steps with texts of 2,048 positions and more, or log-probabilities of prompts, never do.
@@ -206,38 +219,6 @@ def _is_graphed(plan: Plan, rows: int, tokens: int) -> bool:
     )
     few = rows <= GRAPHED_ROWS and tokens <= GRAPHED_TOKENS
     return few and not remote and not stages
-
-
-def requests_per_admission(plan: Plan) -> int:
-    """Requests whose prompts are computed together once the batch is full: the cheapest number.
-
-    A step with prompts costs F seconds besides its tokens' own work: if it is no graph, the CPU may
-    take longer to launch it than the GPU to compute it. Waiting for further slots to become free
-    shares F among more requests, but leaves slots idle. With B slots, L new tokens a request and
-    steps of T seconds, a slot becomes free every L / B steps, so that k of them have been idle for
-    k^2 L / (2 B) steps in all, each of which costs T / B. The cost per request,
-    F / k + k L T / (2 B^2), is least at
-
-        k = B sqrt(2 F / (L T)).
-
-    F is less for few tokens, whose passes are graphs: the cheaper of both ways is chosen.
-    """
-    if plan.profile.device != "cuda":
-        return 1
-    model, work = plan.profile.kernel_model, plan.workload
-    slots, steps_s = work.batch_size, work.new_tokens * plan.predicted_s
-    graph_s = model.mixed_step_seconds
-    launch_s = max(graph_s, model.pass_launch_seconds - plan.predicted_s)
-
-    def cheapest(extra_s: float, most: int) -> tuple[float, int]:
-        best = max(1, min(round(slots * math.sqrt(2 * extra_s / steps_s)), most))
-        return extra_s / best + best * steps_s / (2 * slots**2), best
-
-    found = cheapest(launch_s, ceil_div(slots, 2))
-    if _is_graphed(plan, slots, work.prompt_len + slots):
-        most = (GRAPHED_TOKENS - slots) // work.prompt_len
-        found = min(found, cheapest(graph_s, min(most, ceil_div(slots, 2))))
-    return found[1]
 
 
 # Work of a pass: tokens, prompts that end in it, and counts of (tier, start, length) segments.

@@ -14,7 +14,8 @@ from dakrun.config import DTYPE_BYTES
 from dakrun.geometry import TILED_MAX_ROWS, padded_tokens
 from dakrun.hardware import LOCAL
 from dakrun.plan.plan import Plan
-from dakrun.plan.prefill import pass_seconds, requests_per_admission
+from dakrun.plan.prefill import pass_seconds
+from dakrun.plan.prompt_groups import PromptGroups
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
 from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
@@ -82,7 +83,7 @@ def foretell(
     kv_bytes = 0.0
     steps = 0
     blocked = False
-    together = requests_per_admission(plan)
+    together = PromptGroups.of(plan).best()
     while waiting or beginning or running.rows:
         while waiting and not blocked and running.rows + len(beginning) < costs.slots:
             new = BegunRequest(waiting[0], waiting[0].prompt - waiting[0].shared)
