@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dakrun.config import MixtureConfig, Routing
 from dakrun.models.decoder import MLP, Backend, Decoder
@@ -124,7 +124,6 @@ class Experts(Matrix):
         yield from self._beside
 
 
-@runtime_checkable
 class ExpertsBackend(Protocol):
     """A backend that computes experts; what it keeps of a pass's choices is its own."""
 
@@ -151,11 +150,11 @@ class Mixture:
 
     def __call__(self, x: torch.Tensor, run: Backend) -> torch.Tensor:
         """New hidden states [n, H] of x [n, H], which may be overwritten."""
-        assert isinstance(run, ExpertsBackend), "a backend that computes experts"
         assert self.up.norm, "a norm is ahead of experts"
+        experts = cast(ExpertsBackend, run)  # a check would take longer than a launch
         inner = run.linear(self.shared.up, x) if self.shared else x
-        normed, chosen = run.route(self.router, self.up.norm, x)
-        x = run.experts(self.down, run.experts(self.up, normed, chosen), chosen, x)
+        normed, chosen = experts.route(self.router, self.up.norm, x)
+        x = experts.experts(self.down, experts.experts(self.up, normed, chosen), chosen, x)
         return run.linear(self.shared.down, inner, x) if self.shared else x
 
     def modules(self) -> Iterator[Module]:

@@ -122,10 +122,11 @@ class Products:
             _unpacked(x, weight, out, bias, residual, activation)
             return
         step = TILED_MAX_ROWS if by == "tiled" else splitk_rows(weight.format.atom_bytes)
+        whole = len(x) <= step  # slices of tensors take as long as launches
         for first in range(0, len(x), step):
             rows = slice(first, first + step)
-            part, to = x[rows], out[rows]
-            added = None if residual is None else residual[rows]
+            part, to = (x, out) if whole else (x[rows], out[rows])
+            added = residual if residual is None or whole else residual[rows]
             if by == "tiled":
                 tiled = self._tiled_config(len(part), weight, accesses)
                 tiled_gemm.tiled_gemm(
