@@ -5,7 +5,6 @@ So what counts is where they differ first, not how many texts are equal.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -106,28 +105,11 @@ def first_divergences(
     return positions, differ
 
 
-@torch.no_grad()
-def own_share(model: PreTrainedModel, texts: Sequence[Completion]) -> float:
-    """The share of choices that transformers makes otherwise token by token than in one pass.
-
-    Of the likeliest tokens in the answers `texts`, all of one length, with their own histories.
-    Steps behind a cache and a pass add in other orders, as steps with and without drafts do.
-    """
-    by_length = defaultdict[int, list[tuple[int, ...]]](list)
-    for one in texts:
-        by_length[len(one.prompt_token_ids)].append((*one.prompt_token_ids, *one.token_ids))
-    differ = positions = 0
-    for begin, rows in by_length.items():
-        ids = torch.tensor(rows, device=model.device)
-        pass_chooses = model(ids).logits[:, begin - 1 : -1].argmax(-1)
-        step = model(ids[:, :begin], use_cache=True)
-        chosen = [step.logits[:, -1].argmax(-1)]
-        for at in range(begin, ids.shape[1] - 1):
-            step = model(ids[:, at : at + 1], past_key_values=step.past_key_values, use_cache=True)
-            chosen.append(step.logits[:, -1].argmax(-1))
-        differ += int((torch.stack(chosen, 1) != pass_chooses).sum())
-        positions += pass_chooses.numel()
-    return differ / positions
+def units_apart(model: PreTrainedModel, one: Divergence, dtype: torch.dtype) -> float:
+    """The gap in units in the last place of the logits there, which the float32 `model` tells."""
+    with torch.no_grad():
+        logits = model(torch.tensor([one.history], device=model.device)).logits[0, -1].float()
+    return one.gap / unit_in_last_place(logits, dtype)
 
 
 def gap_of(request: Request, own: Completion, place: int, found: tuple[int, float]) -> float:
