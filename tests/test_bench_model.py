@@ -476,11 +476,16 @@ def test_the_rival(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rival_that_prefetches(tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row has the rival at its own ratio, whole layers of it, and in HBM."""
+    """Each row has the rival with as many bytes outside HBM, in whole layers, and in HBM.
+
+    These are weights alone, but of 55% here also KV blocks, more of two requests than of one.
+    """
     rows, asked, said = of_a_rival(
         tiny, monkeypatch, "--rival", "prefetch", "--transport", "direct", "--transport", "staged"
     )
-    assert asked == [(1, 0), (1, 0.55), (2, 0), (2, 0.55)], "once each"
+    assert len(set(asked)) == len(asked), "once each"
+    one, two = ([ratio for rows, ratio in asked if rows == n and ratio] for n in (1, 2))
+    assert {(1, 0), (2, 0)} < set(asked) and 0.55 < min(one) < max(two) < 0.6
     assert "prefetch, batch 2, 60.00% remote: step 63.00 s" in said
     assert {row["rival"] for row in rows} == {"prefetch"}
     assert {row["rival_best_s"] for row in rows[:4]} == {None}
@@ -496,8 +501,8 @@ def test_a_rival_at_the_planned_ratio(
     tiny: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, asked, _ = of_a_rival(tiny, monkeypatch, "--rival", "prefetch", "--ratio", "auto")
-    planned = {row["ratio"] for row in rows if row["asked_ratio"] == "auto"}
-    assert {ratio for _, ratio in asked} == {0, 0.55} | planned
+    assert {row["ratio"] for row in rows if row["asked_ratio"] == "auto"} == {0}
+    assert [ratio > 0 for _, ratio in asked] == [False, True] * 2, "once each"
 
 
 def test_columns_of_a_rival() -> None:

@@ -9,6 +9,7 @@ batch size: with everything in HBM, and for prefetch and on-demand also once for
 """
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,8 +110,8 @@ class ModelBench:
 
     def row(self, point: ModelCase) -> model_rows.Row:
         """Measure a point and its rival; CannotRun if it does not fit."""
-        row, _ = self.run(point)
-        return row | self._rival(point, row) if self.sweep.rival else row
+        row, plan = self.run(point)
+        return row | self._rival(point, row, plan) if self.sweep.rival else row
 
     def run(self, point: ModelCase) -> tuple[dict[str, Any], Plan]:
         """Measure a point without its rival; CannotRun if it does not fit."""
@@ -192,9 +193,14 @@ class ModelBench:
         rows = [RowLengths(self.sweep.prompt_len, new_tokens)] * batch_size
         finish(llm, requests(rows, self.sweep.config.vocab_size))
 
-    def _rival(self, point: ModelCase, row: model_rows.Row) -> dict[str, Any]:
-        """The rival's figures for a point, at the ratio that its plan has in `row`."""
-        ratio = row["ratio"] if point.ratio == AUTO else point.ratio
+    def _rival(self, point: ModelCase, row: model_rows.Row, plan: Plan) -> dict[str, Any]:
+        """The rival's figures for a point, with as many bytes outside HBM as its plan has.
+
+        The rival keeps weights there alone, and whole layers of them, the plan also KV blocks.
+        """
+        outside = sum(sum(plan.memory(tier).values()) for tier in range(1, len(plan.tiers)))
+        percent = min(100, math.ceil(100 * outside / plan.weight_bytes))
+        ratio = percent / 100
         found: dict[str, Any] = {"rival": self.sweep.rival}
         best = step = self._rival_step(point.batch_size, 0.0)
         if self.sweep.rival != "transformers":
