@@ -131,7 +131,7 @@ class BatchJob:
 
     def run(self) -> None:
         """Complete the rows that are left to do; on return all results are on disk."""
-        for result in self._llm.run(self._requests()):
+        for result in self._llm.run(self._requests(), choose=self._reader.choose):
             self._finish(result)
 
     def _requests(self) -> Iterator[Request | None]:

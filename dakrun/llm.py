@@ -21,6 +21,7 @@ from dakrun.engine.machine_planner import MachinePlanner
 from dakrun.engine.offline import OfflineCalls
 from dakrun.engine.runner import gpu_errors
 from dakrun.engine.unfinished import Unfinished
+from dakrun.engine.waiting import Choose
 from dakrun.errors import CannotRun, OutOfGpuMemory, UsageError
 from dakrun.hardware import HardwareProfile, cpu_name, find_profile, load_profile
 from dakrun.kernels.runtime import described_card, gpu_name
@@ -131,13 +132,17 @@ class LLM(OfflineCalls):
         return self._engine
 
     def run(
-        self, requests: Iterable[Request | None], *, may_wait: bool = False
+        self,
+        requests: Iterable[Request | None],
+        *,
+        may_wait: bool = False,
+        choose: Choose | None = None,
     ) -> Iterator[Completion | RowError]:
         """Results of rows; if the GPU's memory runs out, unfinished requests begin again once."""
         unfinished = Unfinished(requests)
         while True:
             try:
-                found = self.engine.generate(unfinished, may_wait=may_wait)
+                found = self.engine.generate(unfinished, may_wait=may_wait, choose=choose)
                 with gpu_errors(), closing(found) as results:
                     for result in results:
                         if row := unfinished.finish(result):

@@ -15,7 +15,7 @@ from dakrun.hardware import load_profile
 from dakrun.models.hub import find_model
 from dakrun.plan import ExpectedRun, Plan, Policy, RunForecast, choose_batch_size, make_plan
 from dakrun.plan.run_time import foretell
-from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
+from dakrun.plan.running_requests import RequestLengths, RunningRequests
 from dakrun.requests import RowLengths
 
 
@@ -86,7 +86,7 @@ def test_steps_at_once_take_as_long_as_one_by_one(
 
 def test_blocks_of_requests_that_wait_for_their_prompts_are_counted() -> None:
     running = RunningRequests(2)
-    running.begin(BegunRequest(RequestLengths(6400, 3), 6400))
+    running.begin(RequestLengths(6400, 3))
     for _ in range(6):
         assert running.fit(102) and not running.fit(10)
         running.advance([])

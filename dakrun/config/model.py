@@ -226,7 +226,8 @@ class Workload:
     Up to `batch_size` requests decode together, each of up to `max_model_len` positions of the KV
     cache. `prompt_len` and `new_tokens` are the expected lengths of prompt and completion. Of a
     prompt, the first `shared_len` tokens have been computed for others. `speculation` says how
-    many drafted tokens of a request steps carry.
+    many drafted tokens of a request steps carry. Memory has KV blocks for `kept_len` positions of
+    each slot; None: for those of the expected lengths.
     """
 
     batch_size: int
@@ -235,6 +236,7 @@ class Workload:
     max_model_len: int
     speculation: Speculation = OFF
     shared_len: int = 0
+    kept_len: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "prompt_len", "new_tokens", "max_model_len"):

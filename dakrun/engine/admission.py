@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.progress import NO_SLOT, RequestState
+from dakrun.engine.room_ahead import RoomAhead
 from dakrun.geometry import KV_BLOCK
 from dakrun.plan import blocks_suffice
 
@@ -19,11 +20,12 @@ ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to e
 class Admission:
     """The slots of `cache`, filled in the given `order`, and the blocks that their requests need.
 
-    `blocked`: the next request finds no KV blocks until another one gives its blocks back.
+    `blocked`: the next request finds no KV blocks until another one gives its blocks back. A step
+    computes `step_tokens` of prompts.
     """
 
-    def __init__(self, cache: KVCache, order: Sequence[int]) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache, order: Sequence[int], step_tokens: int = 1 << 30) -> None:
+        self._cache, self._step_tokens = cache, step_tokens
         self._order = {slot: number for number, slot in enumerate(order)}
         self.reset()
 
@@ -42,19 +44,30 @@ class Admission:
         return bool(self._free) and not self.blocked
 
     @property
+    def has_slots(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free)
+
+    @property
     def most_positions(self) -> int:
         """Positions of the longest request for which the empty cache has blocks."""
         blocks = self._cache.blocks
         return max(*blocks, blocks[0] + self._cache.spill_blocks) * KV_BLOCK
 
     def admit(
-        self, r: RequestState, running: Sequence[RequestState], beginning: Sequence[RequestState]
+        self,
+        r: RequestState,
+        running: Sequence[RequestState],
+        beginning: Sequence[RequestState],
+        ahead: RoomAhead | None = None,
     ) -> bool:
         """Give `r` a slot and the blocks of its prompt; False if there is no room.
 
         There is room in a tier if its blocks suffice for all its requests until they end, with as
         many new tokens as each is expected to have. Requests in slots are `running` or `beginning`.
         If there is no room, `blocked` is set until one of them ends.
+
+        With `ahead`, from room_ahead(), it need only suffice until `r` ends.
         """
         cache = self._cache
         # Blocks of other requests would leave their positions without scores.
@@ -66,8 +79,10 @@ class Admission:
             tried.add(cache.tier(slot))
             r.slot, r.names, r.spilled = slot, names, 0
             self._share(r)
-            found = self._has_room(r, running, beginning) and cache.reserve(slot, len(r.prompt))
-            if not found:
+            own = len(r.prompt) - r.shared
+            fits = ahead.fits(own, r.limit) if ahead else self._has_room(r, running, beginning)
+            found = fits and cache.reserve(slot, len(r.prompt))
+            if not (found or ahead):
                 cache.release(slot)
                 found = self._spill(r) and cache.reserve(slot, len(r.prompt))
             if found:
@@ -75,7 +90,7 @@ class Admission:
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
                 return True
             cache.release(slot)
-            if len(tried) == len(cache.counts):
+            if ahead or len(tried) == len(cache.counts):
                 break
         r.slot = NO_SLOT
         self.block()
@@ -115,12 +130,37 @@ class Admission:
         room = self._room(tier)
         if self._at_ends[tier] + new.blocks_at_end <= room:
             return True
-        held = [(r, r.cached) for r in running]  # positions with blocks
-        held += [(r, len(r.prompt)) for r in (new, *beginning)]
-        here = [(r, count) for r, count in held if self._cache.tier(r.slot) == tier]
-        part = self._expected_part(running)
-        own = [max(0, count - r.shared - r.spilled * KV_BLOCK) for r, count in here]
-        return blocks_suffice(own, [_expected(r, count, part) for r, count in here], room)
+        return blocks_suffice(*self._growth(tier, running, (*beginning, new)), room)
+
+    def room_ahead(
+        self, running: Sequence[RequestState], beginning: Sequence[RequestState]
+    ) -> RoomAhead:
+        """The room for further requests in the tier of the next free slot."""
+        tier = self._cache.tier(self._free[0]) if self._free else 0
+        return RoomAhead(
+            *self._growth(tier, running, beginning),
+            self._room(tier),
+            part=self._expected_part(running),
+            tokens=sum(len(r.prompt) - r.cached for r in beginning),
+            step_tokens=self._step_tokens,
+        )
+
+    def _growth(
+        self, tier: int, running: Sequence[RequestState], beginning: Sequence[RequestState]
+    ) -> tuple[list[int], list[int]]:
+        """Positions in blocks of their own that a tier's requests have, and those to be added.
+
+        As if those `beginning`, whose prompts wait for w steps, had w positions less and added one
+        in each of these steps, too: they end as much later.
+        """
+        part, tokens = self._expected_part(running), 0
+        held = [(r, r.cached, 0) for r in running]  # positions with blocks
+        for r in beginning:
+            tokens += len(r.prompt) - r.cached
+            held.append((r, len(r.prompt), tokens // self._step_tokens))
+        here = [one for one in held if self._cache.tier(one[0].slot) == tier]
+        own = [max(0, n - r.shared - r.spilled * KV_BLOCK - wait) for r, n, wait in here]
+        return own, [_expected(r, n, part) + wait for r, n, wait in here]
 
     def _expected_part(self, running: Sequence[RequestState]) -> float:
         """Expected new tokens of a request that may end early, as a fraction of its limit.

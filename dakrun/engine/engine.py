@@ -24,7 +24,7 @@ from dakrun.engine.progress import EngineStats, RequestState
 from dakrun.engine.prompt_queue import PromptQueue
 from dakrun.engine.runner import Runner
 from dakrun.engine.step import Accepted, Row, Step
-from dakrun.engine.waiting import Waiting
+from dakrun.engine.waiting import Choose, Waiting
 from dakrun.errors import UsageError
 from dakrun.geometry import KV_BLOCK
 from dakrun.grammars import Grammars
@@ -64,7 +64,9 @@ class Engine:
         self.stats, self.prompts_first = EngineStats(), False
         self.answers = Answers(plan, tokenizer, grammars)
         self._kv_bytes = plan.model.kv_bytes_per_token
-        self.admission = Admission(runner.cache, runner.order)
+        chunk = runner.chunk_tokens
+        beside = max(1, chunk // 2, chunk - runner.cache.slots)  # of prompts, in a step
+        self.admission = Admission(runner.cache, runner.order, beside)
         self._running: list[RequestState] = []  # in the order in which they began
         self.preemption = Preemption(runner, plan, self.admission, self._running)
         self.prompts = PromptQueue(runner, self.admission, PromptGroups.of(plan))
@@ -75,7 +77,11 @@ class Engine:
         self._ended = Ended(self.answers)
 
     def generate(
-        self, requests: Iterable[Request | None], *, may_wait: bool = False
+        self,
+        requests: Iterable[Request | None],
+        *,
+        may_wait: bool = False,
+        choose: Choose | None = None,
     ) -> Generator[Completion | RowError, None, None]:
         """Completions in the order in which they finish; requests are taken as there is room.
 
@@ -84,6 +90,9 @@ class Engine:
         None instead of a request says that none has arrived: the others go on, and the next is
         asked for after a step. When nothing runs, `requests` should wait for one instead. If it
         `may_wait` at other times too, perhaps for a result, it is asked once all results are given.
+
+        Requests begin in their order. Where KV blocks do not suffice for the next one, `choose` may
+        let a shorter one be next (see Waiting).
 
         While others run, requests begin in groups (see PromptGroups), since a step with
         prompts costs more than its tokens. They begin at once if none is running, or none is there
@@ -100,7 +109,7 @@ class Engine:
         try:
             self.admission.reset()
             waiting = Waiting(
-                iter(requests), self.answers, self.admission, self.preemption, self.prompts
+                iter(requests), self.answers, self.admission, self.preemption, self.prompts, choose
             )
             while True:
                 while self._steps and not (self._running or waiting.beginning):

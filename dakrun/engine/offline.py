@@ -4,7 +4,7 @@ Knows prompts, parameters and results; knows neither plans nor memory (llm.py do
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -12,7 +12,9 @@ from dakrun.config import SamplingParams
 from dakrun.engine.engine import Engine
 from dakrun.engine.results import too_long
 from dakrun.engine.rows_bar import rows_bar
+from dakrun.engine.waiting import Choose
 from dakrun.errors import CannotRun, refuse_unsupported
+from dakrun.plan import first_that_fits
 from dakrun.requests import (
     Completion,
     Prompt,
@@ -45,7 +47,11 @@ class OfflineCalls(ABC):
 
     @abstractmethod
     def run(
-        self, requests: Iterable[Request | None], *, may_wait: bool = False
+        self,
+        requests: Iterable[Request | None],
+        *,
+        may_wait: bool = False,
+        choose: Choose | None = None,
     ) -> Iterator[Completion | RowError]:
         """Results of Requests as they finish, `further` ones together: `stream` without its checks.
 
@@ -160,20 +166,49 @@ class OfflineCalls(ABC):
     def _complete(self, requests: list[Request], *, progress: bool) -> list[Completion]:
         """The results of `requests`, whose ids are their indexes; CannotRun if one has none."""
         longest, count = self.rules.max_model_len, len(requests)
+        lengths = []
         for request in requests:
             length = len(request.prompt_ids)
             new = request.params.limit(longest - length)
             if length + new - 1 > (most := self.engine.admission.most_positions):
                 raise _no_result(too_long(request, new, most))
-        requests.sort(key=lambda r: -r.params.limit(longest - len(r.prompt_ids)))
+            lengths.append((new, length))
+        ordered = _LongestFirst(requests, lengths)
         results: dict[int, Completion] = {}
         with rows_bar(count, shown=progress) as one_done:
-            for result in self.run(requests):
+            for result in self.run(ordered, choose=ordered.choose):
                 if isinstance(result, RowError):
                     raise _no_result(result)
                 results[int(result.id)] = result
                 one_done()
         return [results[i] for i in range(count)]
+
+
+class _LongestFirst(Iterator[Request]):
+    """Gives requests by their `lengths`, each (new tokens, tokens of the prompt): longest first."""
+
+    def __init__(self, requests: Sequence[Request], lengths: Sequence[tuple[int, int]]) -> None:
+        order = sorted(range(len(requests)), key=lambda i: (lengths[i], -i))
+        self._left = [(*lengths[i], requests[i]) for i in order]  # the longest is the last
+        self._next = -1
+
+    def __next__(self) -> Request:
+        if not self._left:
+            raise StopIteration
+        *_, request = self._left.pop(self._next)
+        self._next = -1
+        return request
+
+    def choose(self, fits: Callable[[int, int], bool]) -> bool:
+        """Let the longest request be next that `fits`, by its prompt and new tokens."""
+
+        def fits_behind(i: int) -> bool:
+            new, prompt, _ = self._left[-1 - i]
+            return fits(prompt, new)
+
+        found = first_that_fits(len(self._left), fits_behind)
+        self._next = -1 - (found or 0)
+        return found is not None
 
 
 def _no_result(error: RowError) -> CannotRun:

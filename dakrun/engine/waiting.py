@@ -3,7 +3,7 @@
 Knows whether the run has more requests, not how their rows are computed.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import Event
 
 from dakrun.engine.admission import Admission
@@ -14,22 +14,27 @@ from dakrun.engine.prompt_queue import PromptQueue
 from dakrun.engine.results import refused, too_long
 from dakrun.requests import BadRow, Request, RowError
 
+MOST_REFUSED = 2  # requests that seemed to fit and did not, before others are not tried
 _NO_MORE = object()  # instead of a request: the run has all of them
+Choose = Callable[[Callable[[int, int], bool]], bool]
+"""Lets the longest request be next that fits, by its prompt and new tokens; False if none does."""
 
 
 class Waiting:
     """The requests of `source`, and of `preemption`'s queue, until `admission` gives them slots.
 
     Prompts of requests with slots go to `prompts`. `source` gives None if no request has arrived.
+    Where KV blocks do not suffice for the request that is next, others begin meanwhile that
+    `choose` finds in `source`: the longest ones for which they do.
     """
 
     def __init__(
         self, source: Iterator[Request | None], answers: Answers, admission: Admission,
-        preemption: Preemption, prompts: PromptQueue,
+        preemption: Preemption, prompts: PromptQueue, choose: Choose | None = None,
     ) -> None:  # fmt: skip
         self._source, self._exhausted = source, False
         self._answers, self._admission = answers, admission
-        self._preemption, self._prompts = preemption, prompts
+        self._preemption, self._prompts, self._choose = preemption, prompts, choose
 
     @property
     def beginning(self) -> list[RequestState]:
@@ -52,18 +57,9 @@ class Waiting:
         """
         queue = self._preemption.queue
         while self._admission.is_open and not closed.is_set():
-            if queue:
-                r = queue.popleft()
-            else:
-                request = next(self._source, _NO_MORE)
-                self._exhausted = request is _NO_MORE
-                if not isinstance(request, Request):
-                    return True
-                try:
-                    r = self._answers.begin(request)
-                except BadRow as bad:
-                    yield refused(request, bad)
-                    continue
+            r = queue.popleft() if queue else (yield from self._take())
+            if r is None:
+                return True
             if self._admission.admit(r, running, self.beginning):
                 if r.saved is None:
                     self._prompts.requests.append(r)
@@ -71,7 +67,36 @@ class Waiting:
                     self._preemption.swap_in(r)
             elif self._admission.blocked:
                 queue.appendleft(r)
+                if not r.tokens:  # one that ran before keeps others from taking its blocks
+                    yield from self._begin_shorter(running)
             else:
                 self._preemption.free_copies(r)
                 yield too_long(r.request, r.limit, self._admission.most_positions)
         return self._exhausted and not queue
+
+    def _take(self) -> Generator[RowError, None, RequestState | None]:
+        """The next request of the source that can begin; None if it has none now."""
+        while True:
+            request = next(self._source, _NO_MORE)
+            self._exhausted = request is _NO_MORE
+            if not isinstance(request, Request):
+                return None
+            try:
+                return self._answers.begin(request)
+            except BadRow as bad:
+                yield refused(request, bad)
+
+    def _begin_shorter(self, running: Sequence[RequestState]) -> Generator[RowError, None, None]:
+        """Begin the longest requests of the source for which there are slots and KV blocks."""
+        if self._choose is None:
+            return
+        room, refused = self._admission.room_ahead(running, self.beginning), 0
+        while self._admission.has_slots and refused < MOST_REFUSED and self._choose(room.fits):
+            if (r := (yield from self._take())) is None:
+                return
+            if self._admission.admit(r, running, self.beginning, room):
+                self._prompts.requests.append(r)
+                room.take(len(r.prompt) - r.shared, r.limit)
+            else:  # the row's lengths were estimated, before its prompt was tokenized
+                self._preemption.queue.append(r)
+                refused += 1

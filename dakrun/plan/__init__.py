@@ -45,6 +45,7 @@ from dakrun.plan.roofline import (
 )
 from dakrun.plan.run_bound import run_bound
 from dakrun.plan.run_time import RunForecast
+from dakrun.plan.running_requests import first_that_fits
 from dakrun.plan.step_time import (
     ACCEPTANCES,
     DraftForecast,
@@ -87,6 +88,7 @@ __all__ = [
     "decode_ops",
     "draft_forecasts",
     "drafts_of",
+    "first_that_fits",
     "is_windowed",
     "kv_positions",
     "kv_staging_bytes",

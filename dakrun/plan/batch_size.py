@@ -4,18 +4,22 @@ Compares quick plans of the planner; batches that do not fit the budgets are ski
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from dakrun.config import ModelConfig, Workload
 from dakrun.errors import CannotRun
+from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import HardwareProfile
 from dakrun.plan.expected_run import ExpectedRun
+from dakrun.plan.ops import kept_positions
 from dakrun.plan.plan import Plan
 from dakrun.plan.planner import MIN_RUN_GAIN, make_plan
 from dakrun.plan.policy import Policy
 from dakrun.units import format_seconds
 
 MAX_BATCH_SIZE = 2048
+KEPT_SHARES = 7 / 8, 3 / 4, 5 / 8, 1 / 2  # of the KV blocks that slots need for expected ends
 FINENESS = 16  # steps are halved as long as they exceed the best power of two / FINENESS
 
 
@@ -35,8 +39,8 @@ def choose_batch_size(
     sizes with a predicted decode step above `max_decode_step` seconds. Without a `run`, tokens per
     second are those of full steps. With one they are the run's: its last requests do not fill a
     large batch, whose KV cache took room from weights all along. Then a size that offloads nothing
-    is preferred to one whose run is shorter by less than MIN_RUN_GAIN. Raises CannotRun where no
-    size fits the budgets, or none is fast enough.
+    is preferred to one whose run is shorter by less than MIN_RUN_GAIN. Last, as many KV blocks are
+    tried with more slots. Raises CannotRun where no size fits the budgets, or none is fast enough.
     """
     refusals: list[CannotRun] = []
     plans: dict[int, Plan | None] = {}
@@ -57,9 +61,20 @@ def choose_batch_size(
 
     best = _best_around(max(batch_candidates(limit), key=rate), rate, limit)
     if rate(best) > 0:
-        if run is not None and run.requests:
-            best = _best_for_run(run, best, rate, plans, limit)
-        return replace(workload, batch_size=best)
+        if run is None or not run.requests:
+            return replace(workload, batch_size=best)
+        best = _best_for_run(run, best, rate, plans, limit)
+        plan = plans[best]
+        assert plan is not None
+
+        def more_slots(workload: Workload) -> Plan | None:
+            with suppress(CannotRun):
+                found = make_plan(model, workload, profile, policy, thorough=False)
+                if max_decode_step is None or found.predicted_s <= max_decode_step:
+                    return found
+            return None
+
+        return _crowded(run, plan, more_slots, limit)
     steps_s = [plan.predicted_s for plan in plans.values() if plan]
     if max_decode_step is None or not steps_s:
         raise refusals[0]
@@ -111,6 +126,25 @@ def _best_for_run(
     least = (1 - MIN_RUN_GAIN) * run_rate(soonest)
     short = {n: plan for n, plan in plans.items() if plan and rates.get(n, 0.0) >= least}
     return min(short, key=lambda n: (short[n].ratio > 0, -rates[n]))
+
+
+def _crowded(
+    run: ExpectedRun, plan: Plan, plan_of: Callable[[Workload], Plan | None], limit: int
+) -> Workload:
+    """The workload of `plan`, or one with more slots for as many KV blocks if the run is shorter.
+
+    By MIN_RUN_GAIN or more. Requests reach their ends at different times, and until then have fewer
+    blocks: so blocks for the ends of B requests are enough for more than B.
+    """
+    work, blocks = plan.workload, kept_positions(plan.workload) // KV_BLOCK
+    rates = {work: run.forecast(plan).tokens_per_s * (1 + MIN_RUN_GAIN)}
+    for share in KEPT_SHARES:
+        kept = max(1, round(share * blocks))
+        slots = min(limit, work.batch_size * blocks // kept)
+        crowded = replace(work, batch_size=slots, kept_len=kept * KV_BLOCK)
+        if slots > work.batch_size and (found := plan_of(crowded)):
+            rates[crowded] = run.forecast(found).tokens_per_s
+    return max(rates, key=rates.__getitem__)
 
 
 def batch_candidates(limit: int) -> list[int]:

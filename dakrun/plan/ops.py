@@ -173,12 +173,12 @@ def kept_positions(workload: Workload) -> int:
     """Positions for which memory has KV blocks, for each slot; requests take blocks as they grow.
 
     As many as a request of the expected lengths has at its end, and half a block, since the last
-    block of a request is half empty on average. All slots together have at least twice the blocks
-    of the longest request, so that one of two tiers has room for it.
+    block of a request is half empty on average; or `kept_len`. All slots together have at least
+    twice the blocks of the longest request, so that one of two tiers has room for it.
     """
     longest = kv_positions(workload) // KV_BLOCK
-    positions = workload.prompt_len + workload.new_tokens
-    expected = ceil_div(positions + KV_BLOCK // 2, KV_BLOCK)
+    positions = workload.prompt_len + workload.new_tokens + KV_BLOCK // 2
+    expected = ceil_div(workload.kept_len or positions, KV_BLOCK)
     least = ceil_div(2 * longest, workload.batch_size)
     return min(longest, max(expected, least)) * KV_BLOCK
 
@@ -236,7 +236,7 @@ def decode_ops(
                 model.kv_layout,
                 n=n,
                 parts=slot_parts(workload) if divides_slots else 1,
-                length=workload.mean_kv_len,
+                length=min(workload.mean_kv_len, kept_positions(workload)),
                 positions=kept_positions(workload),
             )
         found.append(

@@ -18,7 +18,12 @@ from dakrun.plan.prefill import pass_seconds
 from dakrun.plan.prompt_groups import PromptGroups
 from dakrun.plan.roofline import Links
 from dakrun.plan.run_bound import run_limits
-from dakrun.plan.running_requests import BegunRequest, RequestLengths, RunningRequests
+from dakrun.plan.running_requests import (
+    BegunRequest,
+    RequestLengths,
+    RunningRequests,
+    first_that_fits,
+)
 from dakrun.plan.step_time import StepTimes
 from dakrun.units import ceil_div, counted
 
@@ -71,12 +76,13 @@ def foretell(
 
     Those that take most steps begin first. A step has a row of every running request, and up to
     `plan.prefill.chunk_tokens` rows and tokens of prompts together. A request begins if a slot is
-    free and the KV blocks suffice for all that run, to their ends.
+    free and the KV blocks suffice for all that run, to their ends. Where they do not, the longest
+    one begins for which they do.
     """
     order = sorted(requests, key=lambda r: (-r.new, -r.prompt))
     costs = _Costs(plan, thresholds)
     stride = max(1, ceil_div(len(order), MAX_REQUESTS))
-    waiting = deque(order[(stride - 1) // 2 :: stride])
+    waiting = order[(stride - 1) // 2 :: stride]
     running = RunningRequests(max((r.new for r in order), default=1) - 1)
     beginning: deque[BegunRequest] = deque()
     seconds = mixed_s = 0.0
@@ -86,14 +92,15 @@ def foretell(
     together = PromptGroups.of(plan).best()
     while waiting or beginning or running.rows:
         while waiting and not blocked and running.rows + len(beginning) < costs.slots:
-            new = BegunRequest(waiting[0], waiting[0].prompt - waiting[0].shared)
-            running.begin(new)
-            if (running.rows or beginning) and not running.fit(costs.blocks):
-                running.refuse(new)
-                blocked = True
+            found: int | None = 0
+            if (running.rows or beginning) and not running.has_room(waiting[0], costs.blocks):
+                found = first_that_fits(
+                    len(waiting), lambda i: running.has_room(waiting[i], costs.blocks)
+                )
+            if blocked := found is None:
                 break
-            waiting.popleft()
-            beginning.append(new)
+            assert found is not None
+            beginning.append(running.begin(waiting.pop(found)))
         there = running.rows + len(beginning)
         tokens = sum(r.left for r in beginning)
         enough = not waiting or len(beginning) * costs.slots >= together * there

@@ -5,7 +5,7 @@ Counts them by their last steps, so that a step costs the same however many run.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,23 @@ class BegunRequest:
         return ceil_div(self.own + self.steps, KV_BLOCK)
 
 
+def first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The first of `count` requests for which `fits` holds; None if the last does not fit.
+
+    The longest come first, so that those behind one that fits mostly fit, too: found by bisection.
+    """
+    if not count or not fits(count - 1):
+        return None
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
 class RunningRequests:
     """The requests that have begun; those whose prompts are computed have a row of each step.
 
@@ -75,15 +92,20 @@ class RunningRequests:
         """Steps to the next one that is a request's last, if no other prompt is computed."""
         return self._ends[0] - self._step
 
-    def begin(self, r: BegunRequest) -> None:
-        """Count `r` as if its prompt were computed now."""
+    def begin(self, lengths: RequestLengths) -> BegunRequest:
+        """Count a request as if its prompt were computed now."""
+        r = BegunRequest(lengths, lengths.prompt - lengths.shared)
         self._waiting[id(r)] = r
         self._count_now(r)
+        return r
 
-    def refuse(self, r: BegunRequest) -> None:
-        """Let `r`, which has just begun, not have begun."""
+    def has_room(self, lengths: RequestLengths, blocks: int) -> bool:
+        """Whether so many KV blocks suffice if another request begins."""
+        r = self.begin(lengths)
+        fits = self.fit(blocks)
         del self._waiting[id(r)]
         self._count(r, -1)
+        return fits
 
     def advance(self, computed: Iterable[BegunRequest], steps: int = 1) -> bool:
         """Do a step in which also `computed` prompts end; whether it is any request's last.

@@ -5,9 +5,10 @@ Knows the rows' order, not their content, which lies in temporary files (spool.p
 """
 
 import threading
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 
+from dakrun.plan import first_that_fits
 from dakrun.requests.input_rows import AheadRow, InputRows
 from dakrun.requests.lengths import RowLengths
 from dakrun.requests.spool import Spool
@@ -27,7 +28,9 @@ class LookAhead:
 
     def __init__(self, rows: InputRows) -> None:
         self._input, self._source = rows, iter(rows)
-        self._rows: list[AheadRow] = []  # a heap
+        self._rows: list[AheadRow] = []  # those from `_sorted` on in the order of the input
+        self._sorted = 0  # rows in the order in which they should begin
+        self._chosen: AheadRow | None = None  # the next one, if not the first
         self._count = self._nbytes = 0
         self._spool = Spool()
         self._problem: Exception | None = None
@@ -43,7 +46,10 @@ class LookAhead:
             self.fill()
             with self._changed:
                 if self._rows:
-                    taken = heappop(self._rows)
+                    self._sort()
+                    at = bisect_left(self._rows, self._chosen) if self._chosen else 0
+                    taken = self._rows.pop(at)
+                    self._sorted, self._chosen = len(self._rows), None
                     taken = taken._replace(packed=self._spool.take(taken.address))
                     self._nbytes -= len(taken.packed)
                 elif not self._ended:
@@ -55,6 +61,22 @@ class LookAhead:
                 self._changed.notify_all()
             yield taken
         self.close()
+
+    def choose(self, fits: Callable[[int, int], bool]) -> bool:
+        """Let the next row be the first that `fits`, by its prompt and new tokens; if any does.
+
+        A row of the first group, so that none waits for ever.
+        """
+        self.fill()
+        with self._changed:
+            self._sort()
+            rows = self._rows
+            last = bisect_left(rows, rows[0].group + 1, key=lambda row: row.group) if rows else 0
+            found = first_that_fits(last, lambda i: fits(-rows[i].minus_prompt, -rows[i].minus_new))
+            if found is None or not rows[found].choices:  # a row that cannot be run
+                return False
+            self._chosen = rows[found]
+        return True
 
     def wait(self) -> None:
         """Return once there is a row to take, or the end."""
@@ -95,6 +117,15 @@ class LookAhead:
         if self._thread is None or self._ended:
             self._input.close()
 
+    def _sort(self) -> None:
+        """Put the rows that were read since into the order of all."""
+        rows = self._rows
+        if len(rows) - self._sorted > 1:
+            rows.sort()
+        elif len(rows) > self._sorted:
+            insort(rows, rows.pop())
+        self._sorted = len(rows)
+
     def _has_room(self) -> bool:
         return len(self._rows) < LOOK_AHEAD and self._nbytes < AHEAD_BYTES
 
@@ -114,7 +145,8 @@ class LookAhead:
                 with self._changed:
                     if not self._closed:
                         group, address = self._count // LOOK_AHEAD, self._spool.add(row.packed)
-                        heappush(self._rows, row._replace(group=group, packed=b"", address=address))
+                        row = row._replace(group=group, packed=b"", address=address)
+                        self._rows.append(row)
                         self._nbytes += len(row.packed)
                         self._count += 1
                         self._changed.notify_all()
@@ -126,5 +158,5 @@ class LookAhead:
             if self._count > LOOK_AHEAD:  # now the last two groups may be one
                 first = min((row.group for row in self._rows), default=0)
                 self._rows = [row._replace(group=first) for row in self._rows]
-                heapify(self._rows)
+                self._sorted = 0
             self._changed.notify_all()

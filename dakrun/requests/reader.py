@@ -4,7 +4,7 @@ A row goes one way: lines.py reads its line, input_rows.py takes content and id 
 look_ahead.py puts the longest rows first, input_rows.py makes a Request of the row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -181,6 +181,13 @@ class RequestReader:
         first = self._first_row
         if isinstance(first, dict) and is_chat(first) and rules.tokenizer is not None:
             rules.tokenizer.start_chats()
+
+    def choose(self, fits: Callable[[int, int], bool]) -> bool:
+        """Let `rows` give the longest row next that `fits`, by its prompt and new tokens.
+
+        False if there is none, and the next one stays the longest of all.
+        """
+        return self._ahead is not None and self._ahead.choose(fits)
 
     def wait(self) -> None:
         """Return once `rows` has something else than None to give."""

@@ -1,0 +1,219 @@
+"""Requests that begin while the next one waits for KV blocks: the longest that find some."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
+from test_kv_pool import all_back, by_id, load, ragged, without_computing
+
+from dakrun.config import SamplingParams, Workload
+from dakrun.engine import Step
+from dakrun.engine.offline import _LongestFirst
+from dakrun.engine.room_ahead import RoomAhead
+from dakrun.hardware import load_profile
+from dakrun.models.hub import find_model
+from dakrun.plan import (
+    ExpectedRun,
+    Policy,
+    blocks_suffice,
+    choose_batch_size,
+    first_that_fits,
+    make_plan,
+)
+from dakrun.plan.ops import kept_positions
+from dakrun.requests import Request, RequestReader
+from dakrun.requests.lengths import RowLengths
+from dakrun.requests.look_ahead import LookAhead
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("llama-gqa3-tied", tmp_path_factory.mktemp("shorter"))
+
+
+@given(st.lists(st.booleans(), max_size=40).map(sorted))
+def test_the_first_that_fits_is_found_by_bisection(fits: list[bool]) -> None:
+    asked = list[int]()
+
+    def asks(i: int) -> bool:
+        asked.append(i)
+        return fits[i]
+
+    assert first_that_fits(len(fits), asks) == (fits.index(True) if True in fits else None)
+    assert len(asked) <= 1 + len(fits).bit_length()
+
+
+lengths = st.tuples(st.integers(0, 300), st.integers(0, 200))
+
+
+@given(st.lists(lengths, max_size=30), st.lists(lengths, max_size=10), st.integers(1, 150))
+def test_room_is_about_what_an_exact_count_says(
+    running: list[tuple[int, int]], others: list[tuple[int, int]], blocks: int
+) -> None:
+    """A request needs room until it ends, also where others do not fit behind its end."""
+    held, remaining = ([of[i] for of in running] for i in range(2))
+    room = RoomAhead(held, remaining, blocks)
+    for prompt, new in others:
+        fits = room.fits(prompt, new + 1)
+        until = [*(min(n, new) for n in remaining), new]  # what they add until its end
+        slack = 1 + len(until) // 4
+        if fits:
+            assert blocks_suffice([*held, prompt], until, blocks + slack)
+            room.take(prompt, new + 1)
+            held, remaining = [*held, prompt], [*remaining, new]
+        else:
+            assert not blocks_suffice([*held, prompt], until, blocks - 2 * slack - 8)
+
+
+def test_requests_whose_prompts_wait_grow_later() -> None:
+    """7,000 tokens of prompts take 70 steps: by then the first request, of 460 tokens, has ended."""
+    now = RoomAhead([400, 100], [60, 300], 14)
+    later = RoomAhead([400, 100], [60, 300], 14, tokens=7000, step_tokens=100)
+    assert not now.fits(64, 100) and later.fits(64, 100)
+    later.take(64, 100)
+    assert not later.fits(64, 100)
+
+
+def test_only_a_part_of_the_new_tokens_is_expected() -> None:
+    room = RoomAhead([], [], 20, part=0.25)
+    assert room.fits(100, 4000) and not room.fits(300, 4000)
+    assert room.fits(1000, 60) and not room.fits(1280, 60), "no less than a block"
+
+
+def test_others_begin_while_the_longest_waits(path: Path) -> None:
+    """More rows a step, the same answers, and all blocks are back."""
+    asked = ragged(300, 60)
+    with load(path, batch_size=60) as llm:
+        alone = by_id(list(llm.stream(asked)))
+        launched, launch = list[int](), llm.engine.runner.launch
+
+        def counted(step: Step) -> None:
+            launched.append(len(step.decode))
+            launch(step)
+
+        llm.engine.runner.launch = counted  # type: ignore[method-assign]
+        rows = {}
+        for chooses in (False, True):
+            order = longest_first(asked)
+            launched.clear()
+            found = by_id(list(llm.run(order, choose=order.choose if chooses else None)))
+            assert found == alone and all_back(llm)
+            rows[chooses] = sum(launched) / len(launched)
+        assert rows[True] > 1.04 * rows[False], rows
+        launched.clear()
+        texts = llm.generate([list(r.prompt_ids) for r in asked], [r.params for r in asked])
+        assert [one.token_ids for one in texts] == [alone[r.id] for r in asked]
+        assert sum(launched) / len(launched) == rows[True], "generate chooses, too"
+
+
+def longest_first(asked: Sequence[Request]) -> _LongestFirst:
+    return _LongestFirst(asked, [(r.params.max_tokens or 1, len(r.prompt_ids)) for r in asked])
+
+
+def test_a_preempted_request_keeps_others_back(path: Path) -> None:
+    """It is the next to get blocks: others that are shorter would take them."""
+    asked = ragged(40, 100)
+    with load(path, batch_size=20) as llm:
+        engine, chosen = llm.engine, list[bool]()
+        order = longest_first(asked)
+
+        def choose(fits: Callable[[int, int], bool]) -> bool:
+            chosen.append(any(r.tokens for r in engine.preemption.queue))
+            return order.choose(fits)
+
+        without_computing(llm, 2)
+        engine.admission._has_room = lambda *_: True  # type: ignore[method-assign]
+        assert len(list(llm.run(order, choose=choose))) == 40
+        assert engine.stats.preempted and not any(chosen)
+
+
+def test_a_file_chooses(path: Path, tmp_path: Path) -> None:
+    """Rows that do not fit their estimated lengths, or cannot be run, change no answer."""
+    rows = [
+        {"id": r.id, "prompt_token_ids": list(r.prompt_ids), "max_tokens": r.params.max_tokens,
+         "ignore_eos": True}
+        for r in ragged(120, 100)
+    ]  # fmt: skip
+    rows[7] = {"id": "r7", "prompt_token_ids": [-1], "max_tokens": 4}
+    with load(path, batch_size=20) as llm:
+        kept = ragged(120, 100)
+        alone = by_id(list(llm.stream([r for r in kept if r.id != "r7"])))
+        chosen = list[bool]()
+        path_in = tmp_path / "rows.jsonl"
+        path_in.write_text("\n".join(map(json.dumps, rows)))
+        with RequestReader(path_in, defaults=SamplingParams()) as reader:
+
+            def choose(fits: Callable[[int, int], bool]) -> bool:
+                chosen.append(reader.choose(fits))
+                return chosen[-1]
+
+            every = (row for row in reader.rows(llm.rules) if isinstance(row, Request))
+            found = by_id(list(llm.run(every, choose=choose)))
+        assert found == alone and sum(chosen) > 3
+
+
+def ahead_of(lengths: Sequence[tuple[int, int]], tmp_path: Path) -> LookAhead:
+    """Rows of (prompt, new tokens), numbered in their order."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"id": str(i), "prompt_token_ids": [5] * p, "max_tokens": n}
+            for i, (p, n) in enumerate(lengths)]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return RequestReader(path, defaults=SamplingParams()).unparsed_rows(4096)
+
+
+def test_the_look_ahead_gives_the_chosen_row_once(tmp_path: Path) -> None:
+    ahead = ahead_of([(10, 40), (10, 90), (10, 20), (30, 20), (0, 5), (10, 60)], tmp_path)
+    rows, taken = iter(ahead), list[str]()
+    for most in (50, 30, None, 10, None):
+        if most is not None:
+            there = ahead.choose(lambda prompt, new, most=most: prompt + new <= most)
+            assert there == (most > 10), "the empty prompt cannot be run"
+        row = next(rows)
+        assert row is not None
+        taken.append(row.id)
+    assert taken == ["0", "2", "1", "5", "3"]
+
+
+def test_a_row_of_a_later_group_is_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dakrun.requests.look_ahead.LOOK_AHEAD", 4)
+    ahead = ahead_of([(10, n) for n in (50, 60, 70, 80, 5, 40, 90, 90, 90)], tmp_path)
+    rows = iter(ahead)
+    first = next(rows)
+    assert first is not None and first.id == "3"
+    assert not ahead.choose(lambda prompt, new: new < 50), "4 and 5 are of the second group"
+    assert ahead.choose(lambda prompt, new: new < 60)
+    taken = next(rows)
+    assert taken is not None and taken.id == "0"
+
+
+def test_a_run_gets_more_slots_for_its_blocks() -> None:
+    """Requests that end at different times do not need the blocks for all their ends at once."""
+    config, _ = find_model("llama-3-8b", "auto", "dummy")
+    profile, chance = load_profile("h200-pcie5"), random.Random(0)
+    rows = [
+        RowLengths(int(chance.uniform(20, 330)), int(min(512, chance.expovariate(1 / 170) + 4)))
+        for _ in range(2000)
+    ]
+    run = ExpectedRun(rows)
+    workload = Workload(
+        batch_size=1, prompt_len=round(run.mean_prompt), new_tokens=round(run.mean_new),
+        max_model_len=2048,
+    )  # fmt: skip
+    policy = Policy(hbm_budget=22 << 30)
+    chosen = choose_batch_size(config, workload, profile, policy, run=run)
+    assert chosen.kept_len is not None and chosen.kept_len == kept_positions(chosen)
+    plain = replace(chosen, kept_len=None)
+    plain = replace(plain, batch_size=chosen.batch_size * chosen.kept_len // kept_positions(plain))
+    plans = [make_plan(config, work, profile, policy) for work in (chosen, plain)]
+    blocks = [sum(blocks for _, _, blocks in plan.kv_placement()) for plan in plans]
+    assert blocks[0] <= 1.05 * blocks[1] and chosen.batch_size > 1.1 * plain.batch_size
+    times = [run.forecast(plan).seconds for plan in plans]
+    assert times[0] < 0.98 * times[1]
