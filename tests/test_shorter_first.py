@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from test_kv_pool import all_back, by_id, load, ragged, without_computing
 
 from dakrun.config import SamplingParams, Workload
-from dakrun.engine import Step
 from dakrun.engine.offline import _LongestFirst
 from dakrun.engine.room_ahead import RoomAhead
 from dakrun.hardware import load_profile

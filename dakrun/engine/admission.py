@@ -20,12 +20,15 @@ ENDED_TO_EXPECT = 32  # requests that have ended before others are expected to e
 class Admission:
     """The slots of `cache`, filled in the given `order`, and the blocks that their requests need.
 
-    `blocked`: the next request finds no KV blocks until another one gives its blocks back. A step
-    computes `step_tokens` of prompts.
+    `blocked`: the next request finds no KV blocks until another one gives its blocks back, which it
+    does `late` steps behind its end: so many steps are launched ahead. A step computes
+    `step_tokens` of prompts.
     """
 
-    def __init__(self, cache: KVCache, order: Sequence[int], step_tokens: int = 1 << 30) -> None:
-        self._cache, self._step_tokens = cache, step_tokens
+    def __init__(
+        self, cache: KVCache, order: Sequence[int], step_tokens: int = 1 << 30, late: int = 0
+    ) -> None:
+        self._cache, self._step_tokens, self._late = cache, step_tokens, late
         self._order = {slot: number for number, slot in enumerate(order)}
         self.reset()
 
@@ -143,6 +146,7 @@ class Admission:
             part=self._expected_part(running),
             tokens=sum(len(r.prompt) - r.cached for r in beginning),
             step_tokens=self._step_tokens,
+            late=self._late,
         )
 
     def _growth(
@@ -151,7 +155,7 @@ class Admission:
         """Positions in blocks of their own that a tier's requests have, and those to be added.
 
         As if those `beginning`, whose prompts wait for w steps, had w positions less and added one
-        in each of these steps, too: they end as much later.
+        in each of these steps, too: they end as much later. All grow until they give blocks back.
         """
         part, tokens = self._expected_part(running), 0
         held = [(r, r.cached, 0) for r in running]  # positions with blocks
@@ -160,7 +164,7 @@ class Admission:
             held.append((r, len(r.prompt), tokens // self._step_tokens))
         here = [one for one in held if self._cache.tier(one[0].slot) == tier]
         own = [max(0, n - r.shared - r.spilled * KV_BLOCK - wait) for r, n, wait in here]
-        return own, [_expected(r, n, part) + wait for r, n, wait in here]
+        return own, [_expected(r, n, part) + wait + self._late for r, n, wait in here]
 
     def _expected_part(self, running: Sequence[RequestState]) -> float:
         """Expected new tokens of a request that may end early, as a fraction of its limit.
@@ -210,6 +214,6 @@ def _expected(r: RequestState, held: int, part: float) -> int:
     At least a block, even where `r` is past the expected end; at most what it may add.
     """
     most = r.end - held
-    if not r.may_end_early:
+    if part >= 1.0 or not r.may_end_early:
         return most
     return min(most, max(KV_BLOCK, most - r.limit + round(part * r.limit)))

@@ -66,7 +66,7 @@ class Engine:
         self._kv_bytes = plan.model.kv_bytes_per_token
         chunk = runner.chunk_tokens
         beside = max(1, chunk // 2, chunk - runner.cache.slots)  # of prompts, in a step
-        self.admission = Admission(runner.cache, runner.order, beside)
+        self.admission = Admission(runner.cache, runner.order, beside, runner.ahead)
         self._running: list[RequestState] = []  # in the order in which they began
         self.preemption = Preemption(runner, plan, self.admission, self._running)
         self.prompts = PromptQueue(runner, self.admission, PromptGroups.of(plan))

@@ -19,8 +19,8 @@ class RoomAhead:
     Request i has held[i] positions now, and ends with held[i] + remaining[i]; each step adds one to
     all. Half of every last block counts as full, and a little more: DEVIATIONS standard deviations
     of what the last blocks of as many requests hold. A further request is expected to have `part`
-    of the new tokens that it may have. Before it begins to grow, `tokens` of prompts are computed,
-    and its own, `step_tokens` in a step.
+    of the new tokens that it may have, and keeps its blocks for `late` steps behind them. Before it
+    begins to grow, `tokens` of prompts are computed, and its own, `step_tokens` in a step.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class RoomAhead:
         part: float = 1.0,
         tokens: int = 0,
         step_tokens: int = 1 << 30,
+        late: int = 0,
     ) -> None:
-        self._part, self._tokens, self._step_tokens = part, tokens, step_tokens
+        self._part, self._late = part, late
+        self._tokens, self._step_tokens = tokens, step_tokens
         ends = np.asarray(remaining, dtype=np.int64)
         steps = np.arange(1 + ends.max(initial=0))
         here, counts = np.zeros_like(steps), np.zeros_like(steps)
@@ -69,8 +71,8 @@ class RoomAhead:
         return (self._tokens + prompt) // self._step_tokens
 
     def _steps(self, new: int) -> int:
-        """Steps of a request behind its first new token."""
-        return max(0, min(new, max(KV_BLOCK, math.ceil(self._part * new))) - 1)
+        """Steps behind a request's first new token until it gives its blocks back."""
+        return max(0, min(new, max(KV_BLOCK, math.ceil(self._part * new))) - 1) + self._late
 
     def _count(self) -> None:
         """The most positions of a prompt by the last step of its request."""
