@@ -244,7 +244,7 @@ def test_a_job_shows_the_bytes_of_rows_that_are_done(
     with ResultWriter(out) as writer:
         writer.write(completion(id="c"))
 
-    def run(requests: Iterator[Request]) -> Iterator[Completion]:
+    def run(requests: Iterator[Request], **_: object) -> Iterator[Completion]:
         first, second = next(requests), next(requests)
         assert (first.id, second.id) == ("b", "a")
         assert job._bytes_done == 0 < reader.bytes_read

@@ -145,8 +145,7 @@ class LookAhead:
                 with self._changed:
                     if not self._closed:
                         group, address = self._count // LOOK_AHEAD, self._spool.add(row.packed)
-                        row = row._replace(group=group, packed=b"", address=address)
-                        self._rows.append(row)
+                        self._rows.append(row._replace(group=group, packed=b"", address=address))
                         self._nbytes += len(row.packed)
                         self._count += 1
                         self._changed.notify_all()
