@@ -98,11 +98,12 @@ def test_names_are_those_of_all_tokens_up_to_the_block_s_end() -> None:
 def test_shared_prefixes_change_no_token(path: Path) -> None:
     """They are computed once in each tier, even where requests begin together."""
     given = prompts()
-    alone, *_ = run(path, 1, given)
+    alone, everything, _ = run(path, 1, given)
     together, computed, shared = run(path, 12, given)
     assert together == alone
     assert computed + shared == sum(map(len, given))
     # Two tiers compute up to 64, 64, 128 and 192 tokens of the prefixes of eight requests each.
+    assert computed < everything
     assert shared >= 6 * (64 + 64 + 128 + 192)
 
 

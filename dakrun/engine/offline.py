@@ -185,10 +185,13 @@ class OfflineCalls(ABC):
 
 
 class _LongestFirst(Iterator[Request]):
-    """Gives requests by their `lengths`, each (new tokens, tokens of the prompt): longest first."""
+    """Gives requests: first those that may take the most new tokens, equal ones in their order.
+
+    `lengths` has (new tokens, tokens of the prompt) of each.
+    """
 
     def __init__(self, requests: Sequence[Request], lengths: Sequence[tuple[int, int]]) -> None:
-        order = sorted(range(len(requests)), key=lambda i: (lengths[i], -i))
+        order = sorted(range(len(requests)), key=lambda i: (lengths[i][0], -i))
         self._left = [(*lengths[i], requests[i]) for i in order]  # the longest is the last
         self._next = -1
 
