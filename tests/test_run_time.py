@@ -92,21 +92,29 @@ def test_blocks_of_requests_that_wait_for_their_prompts_are_counted() -> None:
         running.advance([])
 
 
-def test_the_batch_size_is_that_of_the_shortest_run() -> None:
-    """The last rows of a file do not fill a large batch, whose KV cache took room from weights."""
-    config, _ = find_model("llama-3-8b", "auto", "dummy")
-    profile, chance = load_profile("h200-nvlink-peer"), random.Random(0)
+def ragged_run(count: int) -> tuple[ExpectedRun, Workload]:
+    """A run of `count` rows of random lengths, and the workload to choose a batch size for."""
+    chance = random.Random(0)
     rows = [
         RowLengths(int(chance.uniform(20, 330)), int(min(512, chance.expovariate(1 / 170) + 4)))
-        for _ in range(512)
+        for _ in range(count)
     ]
     run = ExpectedRun(rows)
-    workload = Workload(
+    work = Workload(
         batch_size=1,
         prompt_len=round(run.mean_prompt),
         new_tokens=round(run.mean_new),
         max_model_len=2048,
     )
+    return run, work
+
+
+def test_the_batch_size_is_that_of_the_shortest_run() -> None:
+    """The last rows of a file do not fill a large batch, whose KV cache took room from weights."""
+    config, _ = find_model("llama-3-8b", "auto", "dummy")
+    profile = load_profile("h200-nvlink-peer")
+    run, workload = ragged_run(512)
+    rows = run.rows
     policy = Policy(hbm_budget=int(33.2 * 2**30), remote=("peer",))
 
     def chosen(**more: object) -> Plan:

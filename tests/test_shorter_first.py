@@ -1,7 +1,6 @@
 """Requests that begin while the next one waits for KV blocks: the longest that find some."""
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,14 @@ import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_pool import all_back, by_id, load, ragged, without_computing
+from test_run_time import ragged_run
 
-from dakrun.config import SamplingParams, Workload
+from dakrun.config import SamplingParams
 from dakrun.engine.offline import _LongestFirst
 from dakrun.engine.room_ahead import RoomAhead
 from dakrun.hardware import load_profile
 from dakrun.models.hub import find_model
 from dakrun.plan import (
-    ExpectedRun,
     Policy,
     blocks_suffice,
     choose_batch_size,
@@ -27,7 +26,6 @@ from dakrun.plan import (
 )
 from dakrun.plan.ops import kept_positions
 from dakrun.requests import Request, RequestReader
-from dakrun.requests.lengths import RowLengths
 from dakrun.requests.look_ahead import LookAhead
 
 
@@ -202,16 +200,8 @@ def test_a_row_of_a_later_group_is_not_chosen(
 def test_a_run_gets_more_slots_for_its_blocks() -> None:
     """Requests that end at different times do not need the blocks for all their ends at once."""
     config, _ = find_model("llama-3-8b", "auto", "dummy")
-    profile, chance = load_profile("h200-pcie5"), random.Random(0)
-    rows = [
-        RowLengths(int(chance.uniform(20, 330)), int(min(512, chance.expovariate(1 / 170) + 4)))
-        for _ in range(2000)
-    ]
-    run = ExpectedRun(rows)
-    workload = Workload(
-        batch_size=1, prompt_len=round(run.mean_prompt), new_tokens=round(run.mean_new),
-        max_model_len=2048,
-    )  # fmt: skip
+    profile = load_profile("h200-pcie5")
+    run, workload = ragged_run(2000)
     policy = Policy(hbm_budget=22 << 30)
     chosen = choose_batch_size(config, workload, profile, policy, run=run)
     assert chosen.kept_len is not None and chosen.kept_len == kept_positions(chosen)
