@@ -172,7 +172,7 @@ class KernelModel:
     - late_start_seconds: extra time of a product that starts when the launch ahead of it has ended
       (no PDL), as quantized ones do behind norms: chains of reads of 4 and 8 MiB with and without.
     - pass_launch_seconds: time in which the CPU launches a step with prompts that is no graph, for
-      32 layers without experts: 22 to 27 ms beside an H200; for 48 with experts 55 to 90.
+      32 layers without experts: 22 to 27 ms beside an H200; for 48 with experts 69 to 122.
     - mixed_step_seconds: time of the GPU between the launches of a step with prompts.
     """
 

@@ -30,7 +30,7 @@ from dakrun.plan.roofline import (
     op_cost,
 )
 
-EXPERT_LAYERS = 1.5  # layers without experts that have as many launches as one with experts
+EXPERT_LAYERS = 2.2  # layers without experts that a CPU launches in the time of one with some
 PASS_LAYERS = 32  # to which pass_launch_seconds belong
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
