@@ -29,7 +29,7 @@ from dakrun.memory.limits import check_threads, usable_cores
 from dakrun.memory.tiers import Tiers, allocate_tiers
 from dakrun.models import hub, popularity
 from dakrun.models.families import decoder_of
-from dakrun.plan import RESERVE_BYTES, Keywords, RunOptions, run_options
+from dakrun.plan import RESERVE_BYTES, Keywords, RunOptions, read_positions, run_options
 from dakrun.report import make_report
 from dakrun.requests import (
     Completion,
@@ -167,7 +167,7 @@ class LLM(OfflineCalls):
         return make_report(
             self.plan,
             stats,
-            self.engine.op_seconds(round(self.plan.workload.mean_kv_len)),
+            self.engine.op_seconds(round(read_positions(self.plan.workload))),
             self.engine.runner.details(),
             device=gpu_name(self.device) if on_gpu else cpu_name(),
             load_s=self.load_s,

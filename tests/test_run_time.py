@@ -85,11 +85,12 @@ def test_steps_at_once_take_as_long_as_one_by_one(
 
 
 def test_blocks_of_requests_that_wait_for_their_prompts_are_counted() -> None:
-    running = RunningRequests(2)
-    running.begin(RequestLengths(6400, 3))
-    for _ in range(6):
-        assert running.fit(102) and not running.fit(10)
-        running.advance([])
+    for blocks, fits in ((103, True), (101, False)):
+        running = RunningRequests(2, blocks)
+        running.begin(RequestLengths(6400, 3))
+        for _ in range(6):
+            assert running.has_room(RequestLengths(60, 3)) == fits
+            running.advance([])
 
 
 def ragged_run(count: int) -> tuple[ExpectedRun, Workload]:

@@ -1,7 +1,8 @@
 """Requests that begin while the next one waits for KV blocks: the longest that find some."""
 
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dakrun.config import SamplingParams
 from dakrun.engine.offline import _LongestFirst
 from dakrun.engine.room_ahead import RoomAhead
 from dakrun.hardware import load_profile
+from dakrun.llm import LLM
 from dakrun.models.hub import find_model
 from dakrun.plan import (
     Policy,
@@ -81,6 +83,7 @@ def test_only_a_part_of_the_new_tokens_is_expected() -> None:
     room = RoomAhead([], [], 20, part=0.25)
     assert room.fits(100, 4000) and not room.fits(300, 4000)
     assert room.fits(1000, 60) and not room.fits(1280, 60), "no less than a block"
+    assert not room.fits(100, 4000, ends_early=False) and room.fits(100, 900, ends_early=False)
 
 
 def test_others_begin_while_the_longest_waits(path: Path) -> None:
@@ -117,6 +120,59 @@ def test_more_rows_in_a_step(path: Path) -> None:
 
 def longest_first(asked: Sequence[Request]) -> _LongestFirst:
     return _LongestFirst(asked, [(r.params.max_tokens or 1, len(r.prompt_ids)) for r in asked])
+
+
+class Endless(Iterator[Request]):
+    """Short requests, and after 14 of them a long one, next unless a short one is chosen."""
+
+    def __init__(self, shorts: Sequence[Request], long: Request) -> None:
+        self.shorts, self.long, self.given, self.chosen = shorts, [long], 0, False
+
+    def __next__(self) -> Request:
+        if self.given >= 14 and self.long and not self.chosen:
+            return self.long.pop()
+        if self.given == len(self.shorts):
+            raise StopIteration
+        self.given, self.chosen = self.given + 1, False
+        return self.shorts[self.given - 1]
+
+    def choose(self, fits: Callable[[int, int], bool]) -> bool:
+        one = self.shorts[min(self.given, len(self.shorts) - 1)]
+        self.chosen = fits(len(one.prompt_ids), one.params.max_tokens or 1)
+        return self.chosen
+
+
+def test_a_long_request_does_not_wait_for_ever(path: Path, tmp_path: Path) -> None:
+    """When as many have begun before it as there are slots, it is waited for."""
+    shutil.copytree(path, tmp_path / "long")
+    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (tmp_path / "long" / "config.json").write_text(json.dumps(config))
+    some = [SamplingParams(max_tokens=10 + 7 * i % 31, ignore_eos=True) for i in range(300)]
+    shorts = [
+        Request(id=f"s{i}", line=i + 1, prompt_ids=(3 + i,) * (130 + i % 20), params=params)
+        for i, params in enumerate(some)
+    ]
+    long = Request(id="long", line=301, prompt_ids=(7,) * 990, params=some[0])
+    with LLM(
+        tmp_path / "long", device="cpu", batch_size=12, max_model_len=1024, expected_prompt=20,
+        expected_tokens=10, policy=Policy(offload_ratio=0.0, kv_offload_ratio=0.0),
+    ) as llm:  # fmt: skip
+        without_computing(llm, 2)
+        assert llm.engine.runner.cache.blocks[0] < 12 * 3 + 16, "few for the long one"
+        source = Endless(shorts, long)
+        order = [one.id for one in llm.run(source, choose=source.choose)]
+        assert all_back(llm) and len(order) == 301
+    assert 12 < order.index("long") < 60
+
+
+def test_each_tier_has_its_own_room(path: Path) -> None:
+    """A chosen request gets no slot of a tier whose blocks do not suffice to its end."""
+    asked = ragged(300, 60)
+    with load(path, batch_size=60, kv_offload_ratio=0.3) as llm:
+        without_computing(llm, 2)
+        order = longest_first(asked)
+        assert len(list(llm.run(order, choose=order.choose))) == 300 and all_back(llm)
+        assert llm.engine.stats.preempted < 6
 
 
 def test_a_preempted_request_keeps_others_back(path: Path) -> None:

@@ -89,8 +89,8 @@ def complete(path: Path, source: Path, out: Path, requests: int) -> tuple[int, i
     with load(path, 16) as llm:
         cache, run = llm.engine.runner.cache, llm.run
 
-        def cut_off(rows: Iterable[Request | None]) -> Iterator[Completion | RowError]:
-            with closing(run(rows)) as results:  # type: ignore[type-var]
+        def cut_off(rows: Iterable[Request | None], **how: Any) -> Iterator[Completion | RowError]:
+            with closing(run(rows, **how)) as results:  # type: ignore[type-var]
                 yield from islice(results, requests)
 
         llm.run = cut_off  # type: ignore[method-assign]

@@ -241,6 +241,8 @@ class Workload:
     def __post_init__(self) -> None:
         for field in ("batch_size", "prompt_len", "new_tokens", "max_model_len"):
             object.__setattr__(self, field, check_count(field, getattr(self, field)))
+        if self.kept_len is not None:
+            check_count("kept_len", self.kept_len)
 
     @property
     def mean_kv_len(self) -> float:

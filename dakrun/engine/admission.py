@@ -5,12 +5,13 @@ up to their expected ends. Knows slots, blocks and lengths; neither steps nor to
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.prefix_cache import block_names
 from dakrun.engine.progress import NO_SLOT, RequestState
-from dakrun.engine.room_ahead import RoomAhead
+from dakrun.engine.room_ahead import RoomAhead, RoomsAhead
 from dakrun.geometry import KV_BLOCK
 from dakrun.plan import blocks_suffice
 
@@ -47,9 +48,9 @@ class Admission:
         return bool(self._free) and not self.blocked
 
     @property
-    def has_slots(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free)
+    def slots(self) -> int:
+        """How many slots there are."""
+        return len(self._order)
 
     @property
     def most_positions(self) -> int:
@@ -62,7 +63,7 @@ class Admission:
         r: RequestState,
         running: Sequence[RequestState],
         beginning: Sequence[RequestState],
-        ahead: RoomAhead | None = None,
+        ahead: RoomsAhead | None = None,
     ) -> bool:
         """Give `r` a slot and the blocks of its prompt; False if there is no room.
 
@@ -70,7 +71,7 @@ class Admission:
         many new tokens as each is expected to have. Requests in slots are `running` or `beginning`.
         If there is no room, `blocked` is set until one of them ends.
 
-        With `ahead`, from room_ahead(), it need only suffice until `r` ends.
+        With `ahead`, from rooms_ahead(), it need only suffice until `r` ends, and counts `r` there.
         """
         cache = self._cache
         # Blocks of other requests would leave their positions without scores.
@@ -82,18 +83,21 @@ class Admission:
             tried.add(cache.tier(slot))
             r.slot, r.names, r.spilled = slot, names, 0
             self._share(r)
-            own = len(r.prompt) - r.shared
-            fits = ahead.fits(own, r.limit) if ahead else self._has_room(r, running, beginning)
-            found = fits and cache.reserve(slot, len(r.prompt))
-            if not (found or ahead):
-                cache.release(slot)
-                found = self._spill(r) and cache.reserve(slot, len(r.prompt))
+            if ahead:
+                found = ahead.has(cache.tier(slot), r) and cache.reserve(slot, len(r.prompt))
+            else:
+                found = self._has_room(r, running, beginning) and cache.reserve(slot, len(r.prompt))
+                if not found:
+                    cache.release(slot)
+                    found = self._spill(r) and cache.reserve(slot, len(r.prompt))
             if found:
                 self._free.remove(slot)
                 self._at_ends[cache.tier(slot)] += r.blocks_at_end
+                if ahead:
+                    ahead.take(cache.tier(slot), r)
                 return True
             cache.release(slot)
-            if ahead or len(tried) == len(cache.counts):
+            if len(tried) == len(cache.counts):
                 break
         r.slot = NO_SLOT
         self.block()
@@ -135,19 +139,23 @@ class Admission:
             return True
         return blocks_suffice(*self._growth(tier, running, (*beginning, new)), room)
 
-    def room_ahead(
+    def rooms_ahead(
         self, running: Sequence[RequestState], beginning: Sequence[RequestState]
-    ) -> RoomAhead:
-        """The room for further requests in the tier of the next free slot."""
-        tier = self._cache.tier(self._free[0]) if self._free else 0
-        return RoomAhead(
-            *self._growth(tier, running, beginning),
-            self._room(tier),
-            part=self._expected_part(running),
-            tokens=sum(len(r.prompt) - r.cached for r in beginning),
-            step_tokens=self._step_tokens,
-            late=self._late,
-        )
+    ) -> RoomsAhead:
+        """The room for further requests in each tier that has a free slot."""
+        slots = Counter(map(self._cache.tier, self._free))
+        part = self._expected_part(running)
+        tokens = sum(len(r.prompt) - r.cached for r in beginning)
+        return RoomsAhead({
+            tier: (
+                count,
+                RoomAhead(
+                    *self._growth(tier, running, beginning), self._room(tier), part=part,
+                    tokens=tokens, step_tokens=self._step_tokens, late=self._late,
+                ),
+            )
+            for tier, count in slots.items()
+        })  # fmt: skip
 
     def _growth(
         self, tier: int, running: Sequence[RequestState], beginning: Sequence[RequestState]

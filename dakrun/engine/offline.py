@@ -203,7 +203,7 @@ class _LongestFirst(Iterator[Request]):
         return request
 
     def choose(self, fits: Callable[[int, int], bool]) -> bool:
-        """Let the longest request be next that `fits`, by its prompt and new tokens."""
+        """Let about the longest request be next that `fits`, by its prompt and new tokens."""
 
         def fits_behind(i: int) -> bool:
             new, prompt, _ = self._left[-1 - i]

@@ -1,6 +1,6 @@
 """KV blocks that are free at each later step if running requests end as they are expected to.
 
-Pure arithmetic, and a quick estimate; admission decides exactly.
+A quick estimate for requests that begin before their turn; for others admission counts blocks.
 """
 
 import math
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dakrun.engine.progress import RequestState
 from dakrun.geometry import KV_BLOCK
 
 DEVIATIONS = 3
@@ -48,20 +49,23 @@ class RoomAhead:
         self._behind = float((blocks - 1) * KV_BLOCK)  # behind the last end
         self._count()
 
-    def fits(self, prompt: int, new: int) -> bool:
-        """Whether there is room for a request of `prompt` tokens, with `new` ones at most."""
+    def fits(self, prompt: int, new: int, *, ends_early: bool = True) -> bool:
+        """Whether there is room for a request of `prompt` tokens, with `new` ones at most.
+
+        Unless it may end early, it has all of them.
+        """
         wait = self._wait(prompt)
-        steps = wait + self._steps(new)
+        steps = wait + self._steps(new, ends_early)
         room = float(self._least[min(steps, len(self._least) - 1)])
         if steps >= len(self._least):
             room = min(room, self._behind - steps)
-        return prompt - wait <= room
+        return max(0, prompt - wait) <= room
 
-    def take(self, prompt: int, new: int) -> None:
+    def take(self, prompt: int, new: int, *, ends_early: bool = True) -> None:
         """Count a request that has begun."""
         wait = self._wait(prompt)
-        steps = np.arange(min(wait + self._steps(new) + 1, len(self._free)))
-        self._free[: len(steps)] -= prompt - wait + steps + KV_BLOCK / 2
+        steps = np.arange(min(wait + self._steps(new, ends_early) + 1, len(self._free)))
+        self._free[: len(steps)] -= max(0, prompt - wait) + steps + KV_BLOCK / 2
         self._behind -= prompt + new + KV_BLOCK
         self._tokens += prompt
         self._count()
@@ -70,10 +74,35 @@ class RoomAhead:
         """Steps until a prompt is computed."""
         return (self._tokens + prompt) // self._step_tokens
 
-    def _steps(self, new: int) -> int:
+    def _steps(self, new: int, ends_early: bool) -> int:
         """Steps behind a request's first new token until it gives its blocks back."""
-        return max(0, min(new, max(KV_BLOCK, math.ceil(self._part * new))) - 1) + self._late
+        expected = max(KV_BLOCK, math.ceil(self._part * new)) if ends_early else new
+        return max(0, min(new, expected) - 1) + self._late
 
     def _count(self) -> None:
         """The most positions of a prompt by the last step of its request."""
         self._least = np.minimum.accumulate(self._free - np.arange(len(self._free)))
+
+
+class RoomsAhead:
+    """RoomAhead by tier, and the free slots there."""
+
+    def __init__(self, tiers: dict[int, tuple[int, RoomAhead]]) -> None:
+        self._tiers = tiers
+
+    def fit(self, prompt: int, new: int) -> bool:
+        """Whether a tier has room for a request of `prompt` tokens, with `new` ones at most."""
+        return any(room.fits(prompt, new) for _, room in self._tiers.values())
+
+    def has(self, tier: int, r: RequestState) -> bool:
+        """Whether there is room for `r` in a slot of a `tier`."""
+        room = self._tiers.get(tier)
+        own = len(r.prompt) - r.shared
+        return room is not None and room[1].fits(own, r.limit, ends_early=r.may_end_early)
+
+    def take(self, tier: int, r: RequestState) -> None:
+        """Count `r`, which has begun in a slot of a `tier`."""
+        slots, room = self._tiers.pop(tier)
+        if slots > 1:
+            room.take(len(r.prompt) - r.shared, r.limit, ends_early=r.may_end_early)
+            self._tiers[tier] = slots - 1, room

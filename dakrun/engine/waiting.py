@@ -14,10 +14,10 @@ from dakrun.engine.prompt_queue import PromptQueue
 from dakrun.engine.results import refused, too_long
 from dakrun.requests import BadRow, Request, RowError
 
-MOST_REFUSED = 2  # requests that seemed to fit and did not, before others are not tried
+MOST_REFUSED = 2  # requests that seemed to fit and did not, so that others are not tried
 _NO_MORE = object()  # instead of a request: the run has all of them
 Choose = Callable[[Callable[[int, int], bool]], bool]
-"""Lets the longest request be next that fits, by its prompt and new tokens; False if none does."""
+"""Lets about the longest request be next that fits, by its prompt and new tokens, if one does."""
 
 
 class Waiting:
@@ -25,7 +25,8 @@ class Waiting:
 
     Prompts of requests with slots go to `prompts`. `source` gives None if no request has arrived.
     Where KV blocks do not suffice for the request that is next, others begin meanwhile that
-    `choose` finds in `source`: the longest ones for which they do.
+    `choose` finds in `source`: the longest ones for which they do. When as many have begun before
+    it as there are slots, it is waited for.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Waiting:
         self._source, self._exhausted = source, False
         self._answers, self._admission = answers, admission
         self._preemption, self._prompts, self._choose = preemption, prompts, choose
+        self._passed: tuple[RequestState | None, int] = (None, 0)  # how many began before which
 
     @property
     def beginning(self) -> list[RequestState]:
@@ -68,7 +70,7 @@ class Waiting:
             elif self._admission.blocked:
                 queue.appendleft(r)
                 if not r.tokens:  # one that ran before keeps others from taking its blocks
-                    yield from self._begin_shorter(running)
+                    yield from self._begin_shorter(r, running)
             else:
                 self._preemption.free_copies(r)
                 yield too_long(r.request, r.limit, self._admission.most_positions)
@@ -86,17 +88,29 @@ class Waiting:
             except BadRow as bad:
                 yield refused(request, bad)
 
-    def _begin_shorter(self, running: Sequence[RequestState]) -> Generator[RowError, None, None]:
-        """Begin the longest requests of the source for which there are slots and KV blocks."""
+    def _begin_shorter(
+        self, first: RequestState, running: Sequence[RequestState]
+    ) -> Generator[RowError, None, None]:
+        """Begin the longest requests of the source for which there are slots and KV blocks.
+
+        `first` is next, and waits for blocks.
+        """
         if self._choose is None:
             return
-        room, refused = self._admission.room_ahead(running, self.beginning), 0
-        while self._admission.has_slots and refused < MOST_REFUSED and self._choose(room.fits):
+        queue, admission = self._preemption.queue, self._admission
+        passed = self._passed[1] if self._passed[0] is first else 0
+        rooms = admission.rooms_ahead(running, self.beginning)
+        while passed < admission.slots and len(queue) <= MOST_REFUSED and self._choose(rooms.fit):
             if (r := (yield from self._take())) is None:
                 return
-            if self._admission.admit(r, running, self.beginning, room):
+            if admission.admit(r, running, self.beginning, rooms):
                 self._prompts.requests.append(r)
-                room.take(len(r.prompt) - r.shared, r.limit)
-            else:  # the row's lengths were estimated, before its prompt was tokenized
-                self._preemption.queue.append(r)
-                refused += 1
+                passed += 1
+            else:  # its row's lengths were estimated, before its prompt was tokenized
+                queue.append(r)
+        self._passed = first, passed
+        self._choose(_none_fits)  # the source may not have given the row that was chosen
+
+
+def _none_fits(*_: int) -> bool:
+    return False

@@ -25,6 +25,7 @@ from dakrun.plan.ops import (
     decode_ops,
     kv_positions,
     linear_op,
+    read_positions,
     weight_bytes,
 )
 from dakrun.plan.options import RunOptions
@@ -100,6 +101,7 @@ __all__ = [
     "pass_tokens",
     "predict_prefill",
     "predicted_time",
+    "read_positions",
     "ring_bytes",
     "run_bound",
     "run_options",

@@ -150,7 +150,7 @@ def _changes(plan: Plan, requests: int) -> Iterator[tuple[Kind, str, Workload, P
     for size in (work.batch_size // 2, larger):
         if size > 0 and size != work.batch_size:
             text = f"--batch-size {size}"
-            yield "batch_size", text, replace(work, batch_size=size), policy
+            yield "batch_size", text, replace(work, batch_size=size, kept_len=None), policy
     transports: tuple[Transport | None, ...] = (None, "direct", "staged")
     for transport in transports:
         if transport != policy.transport:

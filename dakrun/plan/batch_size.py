@@ -138,8 +138,7 @@ def _crowded(
     """
     work, blocks = plan.workload, kept_positions(plan.workload) // KV_BLOCK
     rates = {work: run.forecast(plan).tokens_per_s * (1 + MIN_RUN_GAIN)}
-    for share in KEPT_SHARES:
-        kept = max(1, round(share * blocks))
+    for kept in dict.fromkeys(max(1, round(share * blocks)) for share in KEPT_SHARES):
         slots = min(limit, work.batch_size * blocks // kept)
         crowded = replace(work, batch_size=slots, kept_len=kept * KV_BLOCK)
         if slots > work.batch_size and (found := plan_of(crowded)):

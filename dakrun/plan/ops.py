@@ -183,6 +183,11 @@ def kept_positions(workload: Workload) -> int:
     return min(longest, max(expected, least)) * KV_BLOCK
 
 
+def read_positions(workload: Workload) -> float:
+    """Positions that a step reads from a slot on average, as far as there are blocks for them."""
+    return min(workload.mean_kv_len, kept_positions(workload))
+
+
 def slot_parts(workload: Workload) -> int:
     """Parts into which placement divides a slot of the KV cache: 1 for FEW_SLOTS slots or more.
 
@@ -236,7 +241,7 @@ def decode_ops(
                 model.kv_layout,
                 n=n,
                 parts=slot_parts(workload) if divides_slots else 1,
-                length=min(workload.mean_kv_len, kept_positions(workload)),
+                length=read_positions(workload),
                 positions=kept_positions(workload),
             )
         found.append(

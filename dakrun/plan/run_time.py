@@ -7,7 +7,7 @@ neither files nor the engine.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dakrun.config import DTYPE_BYTES
@@ -83,7 +83,7 @@ def foretell(
     costs = _Costs(plan, thresholds)
     stride = max(1, ceil_div(len(order), MAX_REQUESTS))
     waiting = order[(stride - 1) // 2 :: stride]
-    running = RunningRequests(max((r.new for r in order), default=1) - 1)
+    running = RunningRequests(max((r.new for r in order), default=1) - 1, costs.blocks)
     beginning: deque[BegunRequest] = deque()
     seconds = mixed_s = 0.0
     kv_bytes = 0.0
@@ -93,10 +93,8 @@ def foretell(
     while waiting or beginning or running.rows:
         while waiting and not blocked and running.rows + len(beginning) < costs.slots:
             found: int | None = 0
-            if (running.rows or beginning) and not running.has_room(waiting[0], costs.blocks):
-                found = first_that_fits(
-                    len(waiting), lambda i: running.has_room(waiting[i], costs.blocks)
-                )
+            if running.rows or beginning:
+                found = _next_one(waiting, running)
             if blocked := found is None:
                 break
             assert found is not None
@@ -139,6 +137,13 @@ def foretell(
         new_tokens=round(totals[1] / share),
         waits_for=max(limits, key=limits.__getitem__),
     )
+
+
+def _next_one(waiting: Sequence[RequestLengths], running: RunningRequests) -> int | None:
+    """The number of the longest request that has room beside those that run."""
+    if running.has_room(waiting[0]):
+        return 0
+    return first_that_fits(len(waiting), lambda i: running.has_room(waiting[i]))
 
 
 def _parts(beginning: Iterable[BegunRequest], room: int) -> Iterator[tuple[BegunRequest, int, int]]:

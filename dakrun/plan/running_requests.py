@@ -12,6 +12,8 @@ from typing import NamedTuple
 from dakrun.geometry import KV_BLOCK
 from dakrun.units import ceil_div
 
+GRID = 512
+
 
 class RequestLengths(NamedTuple):
     """Tokens of a request: its prompt, new ones at most, and those of the prompt that it shares.
@@ -42,11 +44,6 @@ class BegunRequest:
         """Steps from its first new token to its last."""
         return self.lengths.new - 1
 
-    @property
-    def blocks_at_end(self) -> int:
-        """KV blocks of its own at its last step."""
-        return ceil_div(self.own + self.steps, KV_BLOCK)
-
 
 def first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
     """The first of `count` requests for which `fits` holds; None if the last does not fit.
@@ -70,22 +67,27 @@ class RunningRequests:
 
     A request whose last step is e, with E positions of its own, has E + t - e of them at step t. So
     the number of requests and the sum of E - e, by e, give the positions of all at any later step.
+    Ends are told apart at GRID places ahead; those that share one count as the last of them.
     """
 
-    def __init__(self, most_steps: int) -> None:
-        """`most_steps` is the most that a request takes after its first new token."""
+    def __init__(self, most_steps: int, blocks: int) -> None:
+        """Requests take up to `most_steps` after their first new token, and `blocks` in all."""
         import numpy as np  # late, for a quick start of commands that do not get here
 
         self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
-        self._step, self._blocks_at_end = 0, 0
+        self._step, self._blocks = 0, blocks
         self._by_end: defaultdict[int, list[BegunRequest]] = defaultdict(list)
         self._ends: list[int] = []  # a heap
         self._waiting: dict[int, BegunRequest] = {}  # for their prompts to be computed, by id()
         self._late = False  # they are counted with ends that are too early
-        # By e modulo the length: whenever they are read, no e is more than `most_steps` ahead.
-        self._counts = np.zeros(most_steps + 1, dtype=np.int64)
+        # By e over the grain, modulo the length: when they are read, no e is more than `most_steps`
+        # ahead.
+        self._grain = ceil_div(most_steps + 1, GRID)
+        places = most_steps // self._grain + 2
+        self._counts = np.zeros(places, dtype=np.int64)
         self._offsets = np.zeros_like(self._counts)
-        self._later = np.arange(most_steps, -1, -1)  # steps from now
+        self._later = np.arange(places - 1, -1, -1)  # places from now
+        self._room: list[float] = []  # see _rooms; empty if it is not known
 
     @property
     def steps_left(self) -> int:
@@ -97,15 +99,16 @@ class RunningRequests:
         r = BegunRequest(lengths, lengths.prompt - lengths.shared)
         self._waiting[id(r)] = r
         self._count_now(r)
+        self._room = []
         return r
 
-    def has_room(self, lengths: RequestLengths, blocks: int) -> bool:
-        """Whether so many KV blocks suffice if another request begins."""
-        r = self.begin(lengths)
-        fits = self.fit(blocks)
-        del self._waiting[id(r)]
-        self._count(r, -1)
-        return fits
+    def has_room(self, lengths: RequestLengths) -> bool:
+        """Whether the KV blocks suffice until another request ends that begins now."""
+        if not self._room:
+            self._room = self._rooms()
+        step, end = self._step, self._step + lengths.new - 1
+        room = self._room[end // self._grain - step // self._grain]
+        return lengths.prompt - lengths.shared <= room
 
     def advance(self, computed: Iterable[BegunRequest], steps: int = 1) -> bool:
         """Do a step in which also `computed` prompts end; whether it is any request's last.
@@ -132,23 +135,28 @@ class RunningRequests:
             self.rows -= 1
             self.positions -= r.own + r.steps
             self.shared -= r.lengths.shared
-        self._late = True
+        self._late, self._room = True, []
         return bool(ended)
 
-    def fit(self, blocks: int) -> bool:
-        """Whether so many KV blocks suffice to the ends of all, with half of each last one full."""
-        if self._blocks_at_end <= blocks:
-            return True
+    def _rooms(self) -> list[float]:
+        """The most positions of its own that another request may begin with, by where it ends.
+
+        Half of the last block of each request is full.
+        """
+        import numpy as np
+
         if self._late:
             for r in self._waiting.values():
                 self._count(r, -1)
                 self._count_now(r)
             self._late = False
-        ends = self._step + self._later
-        entries = ends % len(self._counts)
+        places = self._step // self._grain + self._later
+        entries, ends = places % len(self._counts), (places + 1) * self._grain - 1
         counts = self._counts[entries].cumsum()  # of those that end then or after it
         positions = self._offsets[entries].cumsum() + counts * ends
-        return bool((positions <= KV_BLOCK * (blocks - counts / 2)).all())
+        free = KV_BLOCK * (self._blocks - (counts + 1) / 2) - positions - (ends - self._step)
+        rooms: list[float] = np.minimum.accumulate(free[::-1]).tolist()
+        return rooms
 
     def _count_now(self, r: BegunRequest) -> None:
         """Count `r`, with the end that it has if its prompt is computed now."""
@@ -156,7 +164,6 @@ class RunningRequests:
         self._count(r, 1)
 
     def _count(self, r: BegunRequest, by: int) -> None:
-        entry = r.end % len(self._counts)
-        self._blocks_at_end += by * r.blocks_at_end
+        entry = r.end // self._grain % len(self._counts)
         self._counts[entry] += by
         self._offsets[entry] += by * (r.own + r.steps - r.end)

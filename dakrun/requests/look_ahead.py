@@ -15,6 +15,7 @@ from dakrun.requests.spool import Spool
 
 LOOK_AHEAD = 65_536  # rows
 AHEAD_BYTES = 1 << 30  # of their content
+MANY_ROWS = 256  # that sorting all puts in their places sooner than one by one
 
 
 class LookAhead:
@@ -28,7 +29,7 @@ class LookAhead:
 
     def __init__(self, rows: InputRows) -> None:
         self._input, self._source = rows, iter(rows)
-        self._rows: list[AheadRow] = []  # those from `_sorted` on in the order of the input
+        self._rows: list[AheadRow] = []
         self._sorted = 0  # rows in the order in which they should begin
         self._chosen: AheadRow | None = None  # the next one, if not the first
         self._count = self._nbytes = 0
@@ -63,14 +64,15 @@ class LookAhead:
         self.close()
 
     def choose(self, fits: Callable[[int, int], bool]) -> bool:
-        """Let the next row be the first that `fits`, by its prompt and new tokens; if any does.
+        """Let the next row be the first that `fits`, by its prompt and new tokens; if one does.
 
-        A row of the first group, so that none waits for ever.
+        A row of the first group. If none does, or is looked for where rows are not in the order of
+        what they need, the next one is the first of all.
         """
         self.fill()
         with self._changed:
             self._sort()
-            rows = self._rows
+            rows, self._chosen = self._rows, None
             last = bisect_left(rows, rows[0].group + 1, key=lambda row: row.group) if rows else 0
             found = first_that_fits(last, lambda i: fits(-rows[i].minus_prompt, -rows[i].minus_new))
             if found is None or not rows[found].choices:  # a row that cannot be run
@@ -119,12 +121,14 @@ class LookAhead:
 
     def _sort(self) -> None:
         """Put the rows that were read since into the order of all."""
-        rows = self._rows
-        if len(rows) - self._sorted > 1:
-            rows.sort()
-        elif len(rows) > self._sorted:
-            insort(rows, rows.pop())
-        self._sorted = len(rows)
+        if len(self._rows) - self._sorted > MANY_ROWS:
+            self._rows.sort()
+        else:
+            new = self._rows[self._sorted :]
+            del self._rows[self._sorted :]
+            for row in new:
+                insort(self._rows, row)
+        self._sorted = len(self._rows)
 
     def _has_room(self) -> bool:
         return len(self._rows) < LOOK_AHEAD and self._nbytes < AHEAD_BYTES

@@ -183,9 +183,9 @@ class RequestReader:
             rules.tokenizer.start_chats()
 
     def choose(self, fits: Callable[[int, int], bool]) -> bool:
-        """Let `rows` give the longest row next that `fits`, by its prompt and new tokens.
+        """Let `rows` give about the longest row next that `fits`, by its prompt and new tokens.
 
-        False if there is none, and the next one stays the longest of all.
+        False if there is none; then the next one is the longest of all.
         """
         return self._ahead is not None and self._ahead.choose(fits)
 
