@@ -93,6 +93,15 @@ def test_blocks_of_requests_that_wait_for_their_prompts_are_counted() -> None:
             running.advance([])
 
 
+def test_requests_of_one_block_each_take_all_blocks() -> None:
+    """Where blocks suffice for the ends of all, no estimate counts."""
+    running, one = RunningRequests(29, 10), RequestLengths(34, 30)
+    for _ in range(10):
+        assert running.has_room(one)
+        running.begin(one)
+    assert not running.has_room(one)
+
+
 def ragged_run(count: int) -> tuple[ExpectedRun, Workload]:
     """A run of `count` rows of random lengths, and the workload to choose a batch size for."""
     chance = random.Random(0)

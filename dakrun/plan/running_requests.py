@@ -45,6 +45,11 @@ class BegunRequest:
         return self.lengths.new - 1
 
 
+def _blocks_at_end(lengths: RequestLengths) -> int:
+    """KV blocks of its own that a request has at its last step."""
+    return ceil_div(lengths.prompt - lengths.shared + lengths.new - 1, KV_BLOCK)
+
+
 def first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
     """The first of `count` requests for which `fits` holds; None if the last does not fit.
 
@@ -75,7 +80,7 @@ class RunningRequests:
         import numpy as np  # late, for a quick start of commands that do not get here
 
         self.rows = self.positions = self.shared = 0  # cached positions, and shared ones
-        self._step, self._blocks = 0, blocks
+        self._step, self._blocks, self._blocks_at_end = 0, blocks, 0
         self._by_end: defaultdict[int, list[BegunRequest]] = defaultdict(list)
         self._ends: list[int] = []  # a heap
         self._waiting: dict[int, BegunRequest] = {}  # for their prompts to be computed, by id()
@@ -104,11 +109,14 @@ class RunningRequests:
 
     def has_room(self, lengths: RequestLengths) -> bool:
         """Whether the KV blocks suffice until another request ends that begins now."""
+        own = lengths.prompt - lengths.shared
+        if self._blocks_at_end + _blocks_at_end(lengths) <= self._blocks:
+            return True
         if not self._room:
             self._room = self._rooms()
         step, end = self._step, self._step + lengths.new - 1
         room = self._room[end // self._grain - step // self._grain]
-        return lengths.prompt - lengths.shared <= room
+        return own <= room
 
     def advance(self, computed: Iterable[BegunRequest], steps: int = 1) -> bool:
         """Do a step in which also `computed` prompts end; whether it is any request's last.
@@ -165,5 +173,6 @@ class RunningRequests:
 
     def _count(self, r: BegunRequest, by: int) -> None:
         entry = r.end // self._grain % len(self._counts)
+        self._blocks_at_end += by * _blocks_at_end(r.lengths)
         self._counts[entry] += by
         self._offsets[entry] += by * (r.own + r.steps - r.end)
