@@ -19,7 +19,9 @@ from dakrun.plan import PromptGroups
 from dakrun.units import ceil_div
 
 LAUNCHES = 9  # of prompts beside rows, whose median counts
-LONGEST_LAUNCH = 4  # times what the plan expects: what takes longer has waited for the device
+# Of what the plan expects: a launch that takes less has replayed a graph, one that takes more has
+# waited for the device.
+SHORTEST_LAUNCH, LONGEST_LAUNCH = 0.25, 4
 
 
 class PromptQueue:
@@ -51,7 +53,8 @@ class PromptQueue:
 
     def count_launch(self, seconds: float) -> None:
         """Note how long the CPU took to launch prompts beside rows; groups are chosen by it."""
-        if not (expected := self._groups.launch_s):
+        expected = self._groups.launch_s
+        if not expected or seconds < SHORTEST_LAUNCH * expected:
             return
         self._launches.append(min(seconds, LONGEST_LAUNCH * expected))
         if len(self._launches) == LAUNCHES:
