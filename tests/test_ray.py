@@ -101,8 +101,8 @@ def test_workers_draft(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     assert by_id(*out.glob("part-*.jsonl")) == by_id(plain)
     workers = [worker["report"] for worker in json.loads(report.read_text())["workers"]]
-    worked = [worker["drafts"] for worker in workers if worker["requests"]["finished"]]
-    assert worked, "one may have loaded when the other had served all rows"
+    worked = [worker["drafts"] for worker in workers if worker["drafts"]]
+    assert worked, "one may have loaded when the other had served all rows, or nearly all"
     assert all(drafts["tokens_per_step_and_row"] >= 1 for drafts in worked)
     assert sum(drafts["accepted_tokens"] for drafts in worked) > 0
 
