@@ -11,11 +11,20 @@ from click.testing import CliRunner
 
 from dakrun.cli import main
 from dakrun.config import Workload
+from dakrun.geometry import KV_BLOCK
 from dakrun.hardware import load_profile
 from dakrun.models.hub import find_model
-from dakrun.plan import ExpectedRun, Plan, Policy, RunForecast, choose_batch_size, make_plan
+from dakrun.plan import (
+    ExpectedRun,
+    Plan,
+    Policy,
+    RunForecast,
+    blocks_suffice,
+    choose_batch_size,
+    make_plan,
+)
 from dakrun.plan.run_time import foretell
-from dakrun.plan.running_requests import RequestLengths, RunningRequests
+from dakrun.plan.running_requests import END_BINS, RequestLengths, RunningRequests
 from dakrun.requests import RowLengths
 
 
@@ -100,6 +109,27 @@ def test_requests_of_one_block_each_take_all_blocks() -> None:
         assert running.has_room(one)
         running.begin(one)
     assert not running.has_room(one)
+
+
+@pytest.mark.parametrize("most", [300, 5000])
+def test_room_is_about_what_an_exact_count_says(most: int) -> None:
+    """Also where ends of several steps share a bin. Other requests may end later."""
+    chance, answers = random.Random(most), list[bool]()
+    for _ in range(200):
+        blocks = chance.randint(10, 10 + 15 * most // KV_BLOCK)
+        running, held, left = RunningRequests(most, blocks), list[int](), list[int]()
+        for _ in range(30):
+            one = RequestLengths(chance.randint(1, most), chance.randint(1, most))
+            until = [*(min(steps, one.new - 1) for steps in left), one.new - 1]
+            answers.append(running.has_room(one))
+            slack = 2 + len(until) * (0.5 + most / END_BINS / KV_BLOCK)
+            for by in (1, -1):
+                exact = blocks_suffice([*held, one.prompt], until, round(blocks + by * slack))
+                assert exact >= answers[-1] if by > 0 else exact <= answers[-1]
+            if answers[-1]:
+                running.begin(one)
+                held, left = [*held, one.prompt], [*left, one.new - 1]
+    assert 0.1 < sum(answers) / len(answers) < 0.9, "both answers occur"
 
 
 def ragged_run(count: int) -> tuple[ExpectedRun, Workload]:

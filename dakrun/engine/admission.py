@@ -71,7 +71,8 @@ class Admission:
         many new tokens as each is expected to have. Requests in slots are `running` or `beginning`.
         If there is no room, `blocked` is set until one of them ends.
 
-        With `ahead`, from rooms_ahead(), it need only suffice until `r` ends, and counts `r` there.
+        With `ahead`, from rooms_ahead(), they need only suffice until `r` ends, and it is counted
+        there.
         """
         cache = self._cache
         # Blocks of other requests would leave their positions without scores.

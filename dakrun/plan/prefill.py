@@ -31,7 +31,7 @@ from dakrun.plan.roofline import (
 )
 
 EXPERT_LAYERS = 2.2  # layers without experts that a CPU launches in the time of one with some
-PASS_LAYERS = 32  # to which pass_launch_seconds belong
+PASS_LAYERS = 32  # of the pass whose launch takes pass_launch_seconds
 PREDICTION_ERROR = 0.02  # relative: a TTFT this close to the fastest counts as equal
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dakrun.geometry import KV_BLOCK
 from dakrun.units import ceil_div
 
-GRID = 512
+END_BINS = 512  # in which the last steps of requests are counted
 
 
 class RequestLengths(NamedTuple):
@@ -72,7 +72,7 @@ class RunningRequests:
 
     A request whose last step is e, with E positions of its own, has E + t - e of them at step t. So
     the number of requests and the sum of E - e, by e, give the positions of all at any later step.
-    Ends are told apart at GRID places ahead; those that share one count as the last of them.
+    They are counted in END_BINS bins of consecutive steps, and as if they were the last of a bin.
     """
 
     def __init__(self, most_steps: int, blocks: int) -> None:
@@ -85,13 +85,13 @@ class RunningRequests:
         self._ends: list[int] = []  # a heap
         self._waiting: dict[int, BegunRequest] = {}  # for their prompts to be computed, by id()
         self._late = False  # they are counted with ends that are too early
-        # By e over the grain, modulo the length: when they are read, no e is more than `most_steps`
+        # By the bin of e, modulo their number: when they are read, no e is more than `most_steps`
         # ahead.
-        self._grain = ceil_div(most_steps + 1, GRID)
-        places = most_steps // self._grain + 2
-        self._counts = np.zeros(places, dtype=np.int64)
+        self._bin_steps = ceil_div(most_steps + 1, END_BINS)
+        bins = most_steps // self._bin_steps + 2
+        self._counts = np.zeros(bins, dtype=np.int64)
         self._offsets = np.zeros_like(self._counts)
-        self._later = np.arange(places - 1, -1, -1)  # places from now
+        self._later = np.arange(bins - 1, -1, -1)  # bins from now
         self._room: list[float] = []  # see _rooms; empty if it is not known
 
     @property
@@ -115,7 +115,7 @@ class RunningRequests:
         if not self._room:
             self._room = self._rooms()
         step, end = self._step, self._step + lengths.new - 1
-        room = self._room[end // self._grain - step // self._grain]
+        room = self._room[end // self._bin_steps - step // self._bin_steps]
         return own <= room
 
     def advance(self, computed: Iterable[BegunRequest], steps: int = 1) -> bool:
@@ -147,7 +147,7 @@ class RunningRequests:
         return bool(ended)
 
     def _rooms(self) -> list[float]:
-        """The most positions of its own that another request may begin with, by where it ends.
+        """The most positions of its own that another request may begin with, by the bin of its end.
 
         Half of the last block of each request is full.
         """
@@ -158,8 +158,8 @@ class RunningRequests:
                 self._count(r, -1)
                 self._count_now(r)
             self._late = False
-        places = self._step // self._grain + self._later
-        entries, ends = places % len(self._counts), (places + 1) * self._grain - 1
+        bins = self._step // self._bin_steps + self._later
+        entries, ends = bins % len(self._counts), (bins + 1) * self._bin_steps - 1
         counts = self._counts[entries].cumsum()  # of those that end then or after it
         positions = self._offsets[entries].cumsum() + counts * ends
         free = KV_BLOCK * (self._blocks - (counts + 1) / 2) - positions - (ends - self._step)
@@ -172,7 +172,7 @@ class RunningRequests:
         self._count(r, 1)
 
     def _count(self, r: BegunRequest, by: int) -> None:
-        entry = r.end // self._grain % len(self._counts)
+        entry = r.end // self._bin_steps % len(self._counts)
         self._blocks_at_end += by * _blocks_at_end(r.lengths)
         self._counts[entry] += by
         self._offsets[entry] += by * (r.own + r.steps - r.end)

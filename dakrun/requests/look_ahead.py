@@ -15,7 +15,7 @@ from dakrun.requests.spool import Spool
 
 LOOK_AHEAD = 65_536  # rows
 AHEAD_BYTES = 1 << 30  # of their content
-MANY_ROWS = 256  # that sorting all puts in their places sooner than one by one
+MANY_ROWS = 256  # new rows: more are sorted with all others, fewer are inserted one by one
 
 
 class LookAhead:
@@ -66,8 +66,8 @@ class LookAhead:
     def choose(self, fits: Callable[[int, int], bool]) -> bool:
         """Let the next row be the first that `fits`, by its prompt and new tokens; if one does.
 
-        A row of the first group. If none does, or is looked for where rows are not in the order of
-        what they need, the next one is the first of all.
+        A row of the first group, found by bisection. If the shortest does not fit, the next one is
+        the first of all.
         """
         self.fill()
         with self._changed:
