@@ -17,6 +17,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from dakrun.cli import main
 from dakrun.config import LinearRope, SamplingParams
@@ -235,6 +236,14 @@ def test_rope_is_scaled_linearly_without_a_type(key: str, tmp_path: Path) -> Non
     found = converted(tmp_path, more=lambda file: file.add_float32(f"llama.{key}", 4.0))
     assert read_model_config(tmp_path / "new").rope_scaling == LinearRope(4.0)
     assert not found.unread
+
+
+def test_a_transformers_without_a_table_of_pre_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 5.17."""
+    monkeypatch.delattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", raising=False)
+    assert not converted(tmp_path, tokenizer=("llama", "default")).unread
 
 
 def test_keys_that_may_change_the_output_are_named_in_one_warning(tmp_path: Path) -> None:

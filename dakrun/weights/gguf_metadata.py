@@ -156,10 +156,10 @@ class Metadata:
 
 
 def _known_splits() -> tuple[str, ...]:
-    """The pre-tokenizers that transformers knows."""
+    """The pre-tokenizers that transformers knows; 5.17 has no table of them."""
     from transformers.integrations.gguf import gguf_tokenizer_mapping as known
 
-    return tuple(known.GGUF_PRE_TOKENIZER_SPLITS)
+    return tuple(getattr(known, "GGUF_PRE_TOKENIZER_SPLITS", ()))
 
 
 def _shown(value: object) -> str:

@@ -3,9 +3,10 @@
 Knows nothing of the kernels launched.
 """
 
+import contextlib
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,25 +21,35 @@ def capture(
     `quickly`: neither wait for the GPU nor return unused memory to it before.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    if quickly:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        gc.disable()  # what it frees could call the driver, which ends the capture
-        try:
+    with _no_garbage_collection():
+        if quickly:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     launches()
                 finally:
                     graph.capture_end()
-        finally:
-            gc.enable()
-        torch.cuda.current_stream().wait_stream(stream)
-    else:
-        with torch.cuda.graph(graph, pool=pool):
-            launches()
+            torch.cuda.current_stream().wait_stream(stream)
+        else:
+            with torch.cuda.graph(graph, pool=pool):
+                launches()
     graph.instantiate()
     return graph
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a collection frees, like the graphs of an engine before, may call the driver, which ends
+    a capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def replay_seconds(launches: Callable[[], object], replays: int = 5) -> float:
