@@ -238,12 +238,15 @@ def test_rope_is_scaled_linearly_without_a_type(key: str, tmp_path: Path) -> Non
     assert not found.unread
 
 
-def test_a_transformers_without_a_table_of_pre_tokenizers(
+def test_a_transformers_that_splits_texts_otherwise_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As 5.17."""
+    """5.17 has no table of pre-tokenizers."""
     monkeypatch.delattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", raising=False)
-    assert not converted(tmp_path, tokenizer=("llama", "default")).unread
+    with pytest.raises(CannotRun, match=r"need transformers 5\.18") as refused:
+        converted(tmp_path)
+    assert refused.value.hint == "pip install 'dakrun[gguf]'"
+    assert not (tmp_path / "new").exists()
 
 
 def test_keys_that_may_change_the_output_are_named_in_one_warning(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class Metadata:
                 f"{source}: architecture {self.family} is not supported",
                 hint=f"supported in GGUF files are {', '.join(ARCHITECTURES)}",
             )
+        self._splits = _known_splits()
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key`; raises UsageError where it has none and there is no default."""
@@ -135,8 +136,7 @@ class Metadata:
 
     def unread(self) -> list[str]:
         """Keys that were not read and may change the output, with their values; read all before."""
-        splits = _known_splits()
-        if not self.is_sentencepiece and self.pre not in (*splits, *_GPT2_PRE):
+        if not self.is_sentencepiece and self.pre not in (*self._splits, *_GPT2_PRE):
             self._read.discard(f"{_GGML}pre")
         if self.get(f"{_GGML}add_space_prefix", self.is_sentencepiece) != self.is_sentencepiece:
             self._read.discard(f"{_GGML}add_space_prefix")
@@ -156,10 +156,19 @@ class Metadata:
 
 
 def _known_splits() -> tuple[str, ...]:
-    """The pre-tokenizers that transformers knows; 5.17 has no table of them."""
+    """The pre-tokenizers that transformers knows.
+
+    Raises CannotRun for a transformers that splits texts by none of them.
+    """
+    from transformers import __version__
     from transformers.integrations.gguf import gguf_tokenizer_mapping as known
 
-    return tuple(getattr(known, "GGUF_PRE_TOKENIZER_SPLITS", ()))
+    if (splits := getattr(known, "GGUF_PRE_TOKENIZER_SPLITS", None)) is None:
+        raise CannotRun(
+            f"tokenizers of GGUF files need transformers 5.18 or later; this is {__version__}",
+            hint="pip install 'dakrun[gguf]'",
+        )
+    return tuple(splits)
 
 
 def _shown(value: object) -> str:
