@@ -345,6 +345,7 @@ def test_slots_leave_weights_their_room() -> None:
 def best_is_missed(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy]) -> bool:
     """Whether a plan with a fixed transport or strategy is faster than the one with neither fixed.
 
+    For decode steps alone: where copies are allowed, prompts may be worth a longer step.
     Raises CannotRun if the free one is refused where a fixed one fits.
     """
     *given_problem, policy = problem
@@ -357,9 +358,9 @@ def best_is_missed(problem: tuple[ModelConfig, Workload, HardwareProfile, Policy
     times = []
     for fixed in narrower:
         with contextlib.suppress(CannotRun):
-            times.append(make_plan(*given_problem, fixed).predicted_s)
+            times.append(make_plan(*given_problem, fixed, prompts=False).predicted_s)
     assume(times)
-    free = make_plan(*given_problem, policy)
+    free = make_plan(*given_problem, policy, prompts=False)
     slack = MIN_OFFLOAD_GAIN if free.forgone else 1e-9  # of all local: a gain of less is none
     return free.predicted_s * (1 - slack) > min(times)
 

@@ -11,7 +11,7 @@ from dakrun.kernels.runtime import architecture, compile_ahead
 from dakrun.lab.cases import Case, Weight
 from dakrun.lab.chain import Launch, seconds_round_robin
 from dakrun.lab.chains.base import Chains
-from dakrun.launches import TierAccess, split_row_blocks
+from dakrun.launches import TierAccess, few_rows, split_row_blocks
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
 
 # Multiply(i, x, out) multiplies x [N, K] by weight number i into out [N, M].
@@ -82,8 +82,13 @@ class GemmChains(Chains):
         return self.products(case, multiply)
 
     def products(self, case: Case, multiply: Multiply) -> list[float]:
-        """Times of a chain of products."""
-        return self.seconds(case, self._step(case, multiply))
+        """Times of a chain of products: of many rows under load, as those of the profile."""
+        step = self._step(case, multiply)
+        if case.operand.n <= few_rows(self.card):  # type: ignore[union-attr]
+            return self.seconds(case, step)
+        chain = step, case.launches
+        (times,) = seconds_round_robin([chain], replays=self.replays, load=True)
+        return times
 
     def _step(self, case: Case, multiply: Multiply) -> Launch:
         """A launch of a chain, which reads the output of the one before.
