@@ -196,11 +196,11 @@ def test_thoughts_of_earlier_answers_reach_the_template(tmp_path: Path) -> None:
     message, _ = body_of(answered(rules, "<think>Hm</think>Yes"))
     folder = make_tokenizer_files(tmp_path, chat_template=QWEN3)
     auto = transformers.AutoTokenizer.from_pretrained(folder)
+    text = auto.apply_chat_template(
+        [USER, message, USER], tokenize=False, add_generation_prompt=True
+    )
+    assert "assistant:HmYes;" in text
     for past in (message, {"role": "assistant", "content": "Yes", "reasoning": "Hm"}):
-        text = auto.apply_chat_template(
-            [USER, past, USER], tokenize=False, add_generation_prompt=True
-        )
-        assert "assistant:HmYes;" in text
         assert parsed(rules, USER, past, USER).prompt_ids == tuple(auto.encode(text)[1:])
 
 
