@@ -211,6 +211,31 @@ def test_small_passes_are_graphs(
         assert found == [run(engine_of(path, speculation))] * runs
 
 
+def test_passes_beside_many_rows_are_no_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few of those are alike."""
+    local = replace(test_kernel_decoder.POLICY, kv_offload_ratio=0)
+    monkeypatch.setattr(test_kernel_decoder, "POLICY", local)
+    monkeypatch.setattr(graph_runner, "GRAPHED_ROWS", 1)
+    run_graph, logits = PassGraphs.run, Prefill.logits
+    graphed, beside = list[int](), list[int]()
+
+    def run_kind(graphs: PassGraphs, kind: Any, *given: Any) -> Any:
+        (bucket, _), *_ = kind
+        graphed.append(sum(bucket))
+        return run_graph(graphs, kind, *given)
+
+    def of_rows(prefill: Prefill, parts: Any, rows: Any = None, *given: Any) -> Any:
+        beside.append(len(rows.ids) if rows else 0)
+        return logits(prefill, parts, rows, *given)
+
+    monkeypatch.setattr(PassGraphs, "run", run_kind)
+    monkeypatch.setattr(Prefill, "logits", of_rows)
+    run(engine_of(save_half(CONFIGS["llama-gqa"], tmp_path / "model"), OFF))
+    assert max(beside) > 1 and graphed == [rows for rows in beside if rows <= 1]
+
+
 @pytest.mark.parametrize(
     "speculation", cases([(OFF,), (Speculation("suffix", 5),)], lambda one: one == OFF)
 )
