@@ -131,7 +131,8 @@ def test_tokens_are_those_of_experts_that_stay(
     check(path, wanted)
 
 
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("late", [False, True])
 def test_steps_copy_experts_where_they_lie(
     late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

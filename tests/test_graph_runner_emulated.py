@@ -211,6 +211,7 @@ def test_small_passes_are_graphs(
         assert found == [run(engine_of(path, speculation))] * runs
 
 
+@pytest.mark.full
 def test_passes_beside_many_rows_are_no_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
