@@ -64,23 +64,28 @@ __device__ __forceinline__ void store(const Outputs& outputs, const Accumulators
 __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Ring& ring,
                                         const Chosen& chosen, int own_tier) {
   RingPosition stage;
+  // A K of one unit has no shares: each warp multiplies the pair of row blocks whose sums it stores.
+  const bool whole = args.atoms == kUnitAtoms;
+  const int step = whole ? 1 : kShares;
   for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
     int first, count;
     divide(kShares, at.row_blocks, first, count);
+    const int skipped = whole ? 2 * own_share(kShares) : 0;
+    const int own = whole ? min(2, count - skipped) : count;
     Sums sums[kWarpPairs] = {};
     for (int unit = 0; unit < args.atoms / kUnitAtoms; unit += at.stage_atoms / kUnitAtoms) {
       wait_for(ring, stage);
       const int units = min(at.stage_atoms / kUnitAtoms, args.atoms / kUnitAtoms - unit);
 #pragma unroll 1
-      for (int i = (own_share(kShares) - unit) & (kShares - 1); i < units; i += kShares) {
+      for (int i = (own_share(step) - unit) & (step - 1); i < units; i += step) {
         const uint8_t* const w = smem + (ring.smem_w(stage.stage) - ptx::smem_address(smem)) +
-                                 (i * at.row_blocks + first) * kUnitBytes;
+                                 (i * at.row_blocks + first + skipped) * kUnitBytes;
         const uint32_t x = ring.smem_x(stage.stage) + i * kUnitAtoms * kAtomK * 2;
-        const bool last = unit + i + kShares >= args.atoms / kUnitAtoms;
+        const bool last = unit + i + step >= args.atoms / kUnitAtoms;
 #pragma unroll
         for (int j = 0; j < kTileRowBlocks; j += kAtOnce) {
-          if (j < count)
-            multiply_some<kAtOnce, PaddedX>(count - j, w + j * kUnitBytes, x, last, sums + j / 2);
+          if (j < own)
+            multiply_some<kAtOnce, PaddedX>(own - j, w + j * kUnitBytes, x, last, sums + j / 2);
         }
       }
       release(ring, stage);
@@ -88,7 +93,13 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
     const int share = own_share(kShares);
     const Outputs outputs(args, at, first + 2 * share, count - 2 * share);
     Accumulators acc;
-    reduce(sums, kShares, share, (count + 1) / 2, acc.tile[0]);
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; i++)
+        acc.tile[0][i] = sums[0][i];
+    } else {
+      reduce(sums, kShares, share, (count + 1) / 2, acc.tile[0]);
+    }
     store(outputs, acc);
   }
 }

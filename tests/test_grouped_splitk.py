@@ -176,6 +176,22 @@ def test_formats(rows: int, layout: Quantised, run: Any, kernel_device: str) -> 
     assert run(choices, other, 5, kernel_device)[0].equal(found)
 
 
+@pytest.mark.parametrize("run", [gated, added, stored])
+@pytest.mark.parametrize(
+    "layout", cases(zip(FEW_LAYOUTS), lambda layout: layout is FEW_LAYOUTS[0]), ids=str
+)
+def test_a_k_of_one_unit(layout: Quantised, run: Any, kernel_device: str) -> None:
+    """Warps divide row blocks, not K: groups of 16, and one of 3."""
+    choices = random_choices(13, 5, 3)
+    for m in (128, 152):
+        matrix = matrix_of(5, m, 128, (5 * m // 8,), kernel_device, layout, torch.bfloat16)
+        found, exact = run(choices, matrix, 5, kernel_device)
+        assert error(found, exact) < 1e-2
+        two = (5 * m // 8 - 21, 21)
+        other = matrix_of(5, m, 128, two, kernel_device, layout, torch.bfloat16)
+        assert run(choices, other, 5, kernel_device)[0].equal(found)
+
+
 @pytest.mark.parametrize("run", [gated, added])
 @pytest.mark.parametrize(("m", "layout"), [(80, None), (144, FEW_LAYOUTS[0])], ids=str)
 def test_experts_lie_elsewhere_than_at_their_indices(
