@@ -78,7 +78,7 @@ struct Combiner {
     }
     if (end) {
       __syncthreads();
-      sync_checked();  // else the race checker reports partials that were stored ahead of it
+      sync_checked();  // the race checker misses that the barrier above orders the partials
     }
     combine(end);
   }

@@ -51,9 +51,9 @@ struct Barriers {
   __device__ __forceinline__ uint32_t operator[](int number) const { return first + 8 * number; }
 };
 
-// A barrier of the whole CTA with RACECHECK=1, else nothing. All threads call it between the
-// initialisation of mbarriers and the first copies that complete on them: else the race checker
-// reports reads of what those copies wrote.
+// A barrier of the whole CTA with RACECHECK=1, else nothing. All threads call it where the race
+// checker would report what is no race: between the initialisation of mbarriers and the first copies
+// that complete on them, whose bytes are read; and behind a __syncthreads() (native/README.md).
 __device__ __forceinline__ void sync_checked() {
 #if RACECHECK
   __syncthreads();

@@ -65,13 +65,13 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
                                         const Chosen& chosen, int own_tier) {
   RingPosition stage;
   // A K of one unit has no shares: each warp multiplies the pair of row blocks whose sums it stores.
-  const bool whole = args.atoms == kUnitAtoms;
-  const int step = whole ? 1 : kShares;
+  const bool one_unit = args.atoms == kUnitAtoms;
+  const int step = one_unit ? 1 : kShares;
   for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
     int first, count;
     divide(kShares, at.row_blocks, first, count);
-    const int skipped = whole ? 2 * own_share(kShares) : 0;
-    const int own = whole ? min(2, count - skipped) : count;
+    const int skipped = one_unit ? 2 * own_share(kShares) : 0;
+    const int own = one_unit ? min(2, count - skipped) : count;
     Sums sums[kWarpPairs] = {};
     for (int unit = 0; unit < args.atoms / kUnitAtoms; unit += at.stage_atoms / kUnitAtoms) {
       wait_for(ring, stage);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
     const int share = own_share(kShares);
     const Outputs outputs(args, at, first + 2 * share, count - 2 * share);
     Accumulators acc;
-    if (whole) {
+    if (one_unit) {
 #pragma unroll
       for (int i = 0; i < 2 * TILES; i++)
         acc.tile[0][i] = sums[0][i];

@@ -456,6 +456,28 @@ def test_a_chain_is_long(once: float, rounds: int, monkeypatch: pytest.MonkeyPat
     assert seen == [0, 1, 2] * rounds
 
 
+@pytest.mark.parametrize(("n", "loaded"), [(8, False), (512, True)])
+def test_many_rows_are_timed_under_load(
+    cpu: None, n: int, loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the profile: else their clocks are higher than in steps that follow each other."""
+    some = case((13,), operand=Weight(100, 192, n=n), launches=4)
+    under_load: list[bool] = []
+
+    def in_turns(chains: list[Any], *, replays: int, load: bool) -> list[list[float]]:
+        under_load.append(load)
+        assert [count for _, count in chains] == [4]
+        return [[1e-3] * replays]
+
+    monkeypatch.setattr("dakrun.lab.chains.gemm.seconds_round_robin", in_turns)
+    with Room(torch.device("cpu")) as room:
+        chains = new_chains(room.at_least({LOCAL: buffer_bytes([some], 256)[0]}))
+        chains.fill(some.operand)
+        times, _ = chains.kernel(some, [TierAccess()])
+        assert len(times) == len(chains.baseline(some)) == 3
+    assert under_load == [True, True] * loaded
+
+
 @pytest.mark.parametrize("row_blocks", [(13,), (13, 0), (10, 3), (0, 13)])
 @pytest.mark.parametrize("even_waves", [True, False])
 def test_chains_read_every_weight(cpu: None, row_blocks: tuple[int, ...], even_waves: bool) -> None:

@@ -243,7 +243,7 @@ def test_a_transformers_that_splits_texts_otherwise_is_refused(
 ) -> None:
     """5.17 has no table of pre-tokenizers."""
     monkeypatch.delattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", raising=False)
-    with pytest.raises(CannotRun, match=r"need transformers 5\.18") as refused:
+    with pytest.raises(CannotRun, match="with a table of pre-tokenizers, as 5") as refused:
         converted(tmp_path)
     assert refused.value.hint == "pip install 'dakrun[gguf]'"
     assert not (tmp_path / "new").exists()

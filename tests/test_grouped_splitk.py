@@ -177,12 +177,13 @@ def test_formats(rows: int, layout: Quantised, run: Any, kernel_device: str) -> 
 
 
 @pytest.mark.parametrize("run", [gated, added, stored])
+@pytest.mark.parametrize("rows", [1, 13])
 @pytest.mark.parametrize(
     "layout", cases(zip(FEW_LAYOUTS), lambda layout: layout is FEW_LAYOUTS[0]), ids=str
 )
-def test_a_k_of_one_unit(layout: Quantised, run: Any, kernel_device: str) -> None:
-    """Warps divide row blocks, not K: groups of 16, and one of 3."""
-    choices = random_choices(13, 5, 3)
+def test_a_k_of_one_unit(layout: Quantised, rows: int, run: Any, kernel_device: str) -> None:
+    """Warps divide row blocks, not K: in items of up to 16, and of odd numbers of them."""
+    choices = random_choices(rows, 5, 3)
     for m in (128, 152):
         matrix = matrix_of(5, m, 128, (5 * m // 8,), kernel_device, layout, torch.bfloat16)
         found, exact = run(choices, matrix, 5, kernel_device)

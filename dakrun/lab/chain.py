@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dakrun.kernels.runtime import capture
 from dakrun.lab.samples import steadier
 
 MIN_SECONDS = 4e-3  # minimum time of a chain; the graph's own start and end are about 0.1% of it
@@ -20,10 +21,7 @@ Launch = Callable[[int], object]  # launches with the operand of that number
 
 def recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `launch`, whose kernels are loaded already."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph
+    return capture(launch, torch.cuda.graph_pool_handle())
 
 
 def graph_seconds(launch: Callable[[], None], runs: int, *, new: bool = True) -> list[float]:

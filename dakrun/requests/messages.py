@@ -211,7 +211,7 @@ def _message(number: int, message: object) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if not isinstance(given.get(name, ""), str):
             raise BadRow("invalid_prompt", f"{name} of message {number} is not a string")
-    if "reasoning" in given:  # templates read the older name, which only some transformers add
+    if "reasoning" in given:  # templates read reasoning_content, which some transformers fill in
         given.setdefault("reasoning_content", given["reasoning"])
     if "tool_calls" in given:
         given["tool_calls"] = _past_calls(number, given["tool_calls"])

@@ -158,14 +158,16 @@ class Metadata:
 def _known_splits() -> tuple[str, ...]:
     """The pre-tokenizers that transformers knows.
 
-    Raises CannotRun for a transformers that splits texts by none of them.
+    Raises CannotRun for a transformers without a table of them, like 5.17, whatever tokenizer the
+    file has.
     """
     from transformers import __version__
     from transformers.integrations.gguf import gguf_tokenizer_mapping as known
 
     if (splits := getattr(known, "GGUF_PRE_TOKENIZER_SPLITS", None)) is None:
         raise CannotRun(
-            f"tokenizers of GGUF files need transformers 5.18 or later; this is {__version__}",
+            "tokenizers of GGUF files need a transformers with a table of pre-tokenizers, as 5.18 "
+            f"has; this is {__version__}",
             hint="pip install 'dakrun[gguf]'",
         )
     return tuple(splits)

@@ -41,8 +41,8 @@ def capture(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What a collection frees, like the graphs of an engine before, may call the driver, which ends
-    a capture."""
+    """Collect no garbage: to free the graphs of an earlier engine, say, calls the driver, which may
+    end a capture."""
     was = gc.isenabled()
     gc.disable()
     try:
