@@ -61,6 +61,7 @@ def measure(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_a_file_without_drafts_and_with(tmp_path: Path) -> None:
     found = measure(
         *("--rows", "3", "--batch-size", "2", "--folder", str(tmp_path)),

@@ -132,12 +132,10 @@ def run(engine: Engine) -> dict[str, tuple[int, ...]]:
 DENSE = [name for name in CONFIGS if not hasattr(CONFIGS[name], "num_experts_per_tok")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "few"),
-    cases(
-        [("llama-gqa", True), *zip(DENSE, itertools.cycle([True, False]), strict=False)],
-        lambda name, few: "gqa" in name and few,
-    ),
+    [("llama-gqa", True), *zip(DENSE, itertools.cycle([True, False]), strict=False)],
 )
 def test_results_are_those_without_drafts(
     name: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,9 +235,8 @@ def test_passes_beside_many_rows_are_no_graphs(
     assert max(beside) > 1 and graphed == [rows for rows in beside if rows <= 1]
 
 
-@pytest.mark.parametrize(
-    "speculation", cases([(OFF,), (Speculation("suffix", 5),)], lambda one: one == OFF)
-)
+@pytest.mark.full
+@pytest.mark.parametrize("speculation", [OFF, Speculation("suffix", 5)])
 def test_a_rehearsal_leaves_no_trace(speculation: Speculation, tmp_path: Path) -> None:
     path = save_half(CONFIGS["llama-gqa"], tmp_path / "model")
     wanted = run(engine_of(path, speculation))

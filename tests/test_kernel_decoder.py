@@ -100,7 +100,7 @@ def launched(
 
 
 # Their kinds of layers are in other models, too.
-SLOW = ("mixtral", "olmoe", "opt-like-350m")
+SLOW = ("mixtral", "olmoe", "opt-like-350m", "mistral-mqa")
 
 
 @pytest.fixture(

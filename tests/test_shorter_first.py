@@ -88,8 +88,8 @@ def test_only_a_part_of_the_new_tokens_is_expected() -> None:
 
 def test_others_begin_while_the_longest_waits(path: Path) -> None:
     """The same answers, and all blocks are back."""
-    asked = ragged(60, 60)
-    with load(path, batch_size=24) as llm:
+    asked = ragged(30, 40)
+    with load(path, batch_size=12) as llm:
         alone = by_id(list(llm.stream(asked)))
         order, chosen = longest_first(asked), list[bool]()
 
