@@ -42,6 +42,9 @@ TILED_MAX_ROWS = 4096  # rows of X in one launch
 TILED_X_TILES = (8, 16, 24, 32)  # kernel variants by tiles of 8 rows of X per warpgroup
 TILED_PORTABLE_X_TILES = (8,)  # variants for GPUs without wgmma
 TILED_WIDE_TILES = (12, 24, 28)  # variants of 64 rows of X by this many tiles of 8 rows of W
+# A tall tile multiplies as many tiles of 8 rows of X as it has, rounded up to one of these; with
+# more, accumulators would leave too few registers.
+TILED_TALL_SIZES = (8, 12, 16, 24, 28, 32, 34, 36, 40)
 TILED_MAX_STAGES = 13
 LINE_BYTES = 128  # of L2; over a link each line that a copy touches is a request of its own
 TILED_UNIT_STAGES = 3  # of the ring from which units of W are expanded
@@ -93,6 +96,7 @@ CUDA_CONSTANTS = {
     "KV_BLOCK": KV_BLOCK,
     "SPLITK_MAX_STAGES": SPLITK_MAX_STAGES,
     "SPLITK_THREADS": SPLITK_THREADS,
+    "TILED_TALL_SIZES": ",".join(map(str, TILED_TALL_SIZES)),
     "TILED_MAX_STAGES": TILED_MAX_STAGES,
     "TILED_UNIT_STAGES": TILED_UNIT_STAGES,
     "TILED_THREADS": TILED_THREADS,

@@ -64,14 +64,18 @@ __device__ __forceinline__ void store(const Outputs& outputs, const Accumulators
 __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Ring& ring,
                                         const Chosen& chosen, int own_tier) {
   RingPosition stage;
-  // A K of one unit has no shares: each warp multiplies the pair of row blocks whose sums it stores.
+  // A K of one unit has no shares: each warp multiplies the pairs of row blocks that it stores.
   const bool one_unit = args.atoms == kUnitAtoms;
   const int step = one_unit ? 1 : kShares;
   for (Items at(args, chosen, own_tier); !at.done(); at.next()) {
     int first, count;
-    divide(kShares, at.row_blocks, first, count);
-    const int skipped = one_unit ? 2 * own_share(kShares) : 0;
-    const int own = one_unit ? min(2, count - skipped) : count;
+    if (one_unit) {
+      const int each = (at.row_blocks + 2 * kWarps - 1) / (2 * kWarps) * 2;
+      first = ptx::opaque<uint32_t>(threadIdx.x) / 32 * each;
+      count = min(each, at.row_blocks - first);
+    } else {
+      divide(kShares, at.row_blocks, first, count);
+    }
     Sums sums[kWarpPairs] = {};
     for (int unit = 0; unit < args.atoms / kUnitAtoms; unit += at.stage_atoms / kUnitAtoms) {
       wait_for(ring, stage);
@@ -79,28 +83,32 @@ __device__ __forceinline__ void consume(const GroupedSplitKArgs& args, const Rin
 #pragma unroll 1
       for (int i = (own_share(step) - unit) & (step - 1); i < units; i += step) {
         const uint8_t* const w = smem + (ring.smem_w(stage.stage) - ptx::smem_address(smem)) +
-                                 (i * at.row_blocks + first + skipped) * kUnitBytes;
+                                 (i * at.row_blocks + first) * kUnitBytes;
         const uint32_t x = ring.smem_x(stage.stage) + i * kUnitAtoms * kAtomK * 2;
         const bool last = unit + i + step >= args.atoms / kUnitAtoms;
 #pragma unroll
         for (int j = 0; j < kTileRowBlocks; j += kAtOnce) {
-          if (j < own)
-            multiply_some<kAtOnce, PaddedX>(own - j, w + j * kUnitBytes, x, last, sums + j / 2);
+          if (j < count)
+            multiply_some<kAtOnce, PaddedX>(count - j, w + j * kUnitBytes, x, last, sums + j / 2);
         }
       }
       release(ring, stage);
     }
-    const int share = own_share(kShares);
-    const Outputs outputs(args, at, first + 2 * share, count - 2 * share);
     Accumulators acc;
     if (one_unit) {
 #pragma unroll
-      for (int i = 0; i < 2 * TILES; i++)
-        acc.tile[0][i] = sums[0][i];
+      for (int pair = 0; pair < kOneUnitRowBlocks / (2 * kWarps); pair++) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+          acc.tile[0][i] = sums[pair][i];
+        if (2 * pair < count)
+          store(Outputs(args, at, first + 2 * pair, count - 2 * pair), acc);
+      }
     } else {
+      const int share = own_share(kShares);
       reduce(sums, kShares, share, (count + 1) / 2, acc.tile[0]);
+      store(Outputs(args, at, first + 2 * share, count - 2 * share), acc);
     }
-    store(outputs, acc);
   }
 }
 #else

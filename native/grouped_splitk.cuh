@@ -16,6 +16,10 @@ constexpr bool kGates = OUTPUTS == 0, kAdds = OUTPUTS == 1;
 constexpr bool kTurns = kAdds && !kHasUnits;
 constexpr int kItemRowBlocks = (kTurns ? 1 : kWarpgroups) * kTileRowBlocks;
 static_assert(!kHasUnits || TILES <= 2, "units: at most 16 rows of X at a time");
+// Of an item whose K is one unit, at most: more of them share its X, and what an item takes besides.
+// Adding up the experts takes too much code for several pairs of a warp.
+constexpr int kWarps = kConsumers / 32;  // that multiply
+constexpr int kOneUnitRowBlocks = kAdds ? 2 * kWarps : kTileRowBlocks * kWarps;
 
 // Atoms along K of a stage, at most. Rows of X in a stage have 16 bytes of padding, so that
 // ldmatrix reads 8 of them without bank conflicts.
@@ -35,8 +39,9 @@ struct PaddedX {
   __device__ __forceinline__ void next_atom() { at += kAtomK * 2; }
 };
 
-// Groups of an expert's row blocks follow each other, each stored as [atoms][row blocks]. A tier
-// without CTAs is read by those of the first tier, behind their own.
+// Groups of an expert's row blocks follow each other, each stored as [atoms][row blocks]: if K is
+// one unit, row blocks follow each other whatever the groups. A tier without CTAs is read by those
+// of the first tier, behind their own.
 struct GroupedTier {
   int first_row_block;  // of the stacked matrix; the tier ends where the next one begins
   int first_cta;        // likewise
@@ -157,6 +162,9 @@ struct Items {
   int first, skipped;  // the list's first expert in the tier; its row blocks ahead of the tier
   int last_pair;       // behind the expert's last
 
+  __device__ __forceinline__ bool one_unit() const {
+    return kHasUnits && args.atoms == kUnitAtoms;
+  }
   // Goes to the CTA's range in the first tier from `number` on in which it has one.
   __device__ __forceinline__ void enter(int number) {
     for (tier = number; tier < args.tier_count; tier++) {
@@ -175,10 +183,12 @@ struct Items {
       const int each = quotient(all, ctas), more = all - each * ctas;
       at = cta * each + min(cta, more);
       stop = at + each + (cta < more);
-      // Whole groups, where the busiest CTA gets no more of them: an item takes its X and its sums.
+      // Whole groups, where the busiest CTA gets no more of them, or hardly: an item takes its X, its
+      // sums, and with a K of one unit more time than its products.
       const int group = of.group_row_blocks, groups = quotient(all + group - 1, group);
       const int whole = quotient(groups + ctas - 1, ctas) * group;
-      if (whole <= each + (more > 0)) at = cta * whole, stop = min(at + whole, all);
+      const int slack = one_unit() ? each / kItemRowBlocks : 0;
+      if (whole <= each + (more > 0) + slack) at = cta * whole, stop = min(at + whole, all);
       if (at < stop) return locate();
     }
   }
@@ -191,10 +201,12 @@ struct Items {
     // The group's row blocks that are in the tier, counted in the expert.
     const int before = of.first_row_block - number * height,
               behind = args.tiers[tier + 1].first_row_block - number * height;
-    const int group = quotient(row_block, of.group_row_blocks) * of.group_row_blocks;
-    const int begin = max(group, before);
-    stored_in = min(min(group + of.group_row_blocks, height), behind) - begin;
-    row_blocks = min(min(begin + stored_in - row_block, stop - at), kItemRowBlocks);
+    const int size = one_unit() ? height : of.group_row_blocks;
+    const int group = quotient(row_block, size) * size, begin = max(group, before);
+    stored_in = min(min(group + size, height), behind) - begin;
+    const int most = one_unit() ? min(args.stage_row_blocks / kUnitAtoms, kOneUnitRowBlocks)
+                                : kItemRowBlocks;
+    row_blocks = min(min(begin + stored_in - row_block, stop - at), most);
     first_atom =
         static_cast<int64_t>(begin - before) * args.atoms + (row_block - begin) * kUnitAtoms;
     stage_atoms = kStageAtoms;

@@ -12,8 +12,9 @@
 // The grid is fixed and nothing is known to the host, so the launch can be part of a graph. A box of
 // X may reach into the rows of the next expert: their sums are not stored. A tall tile (`TALL`) has
 // all rows of X of nearly every expert, so that W is read once, and multiplies as many columns as
-// it has rows (grouped_tiled_multiply.cuh). CTAs share no operands and do not split K, so the order in which an output's terms are added does not depend on how many
-// rows its expert has.
+// it has rows (grouped_tiled_multiply.cuh). Stages have room for `x_rows`, which the host chooses by
+// the experts' mean. CTAs share no operands and do not split K, so the order in which an output's
+// terms are added does not depend on how many rows its expert has.
 
 #define GROUPED 1
 #include "tiled_gemm.cu"

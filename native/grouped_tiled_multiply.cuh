@@ -16,6 +16,7 @@ __device__ __forceinline__ float2 (&part_of(Accumulators& acc))[2 * tiles] {
 // Starts acc += W X^T for 64 columns of W and of `tiles` of X, both at shared addresses.
 template <int tiles>
 __device__ __forceinline__ void start_products(uint32_t w, uint32_t x, Accumulators& acc) {
+  static_assert(tiles <= TILES, "accumulators suffice");
   constexpr int kFirst = tiles < kMaxProductTiles ? tiles : kMaxProductTiles;
   constexpr int kRest = tiles - kFirst;
   const uint64_t a = ptx::matrix_descriptor(w), b = ptx::matrix_descriptor(x);
@@ -65,5 +66,5 @@ __device__ __forceinline__ void multiply_tile(const Tiles& tile, const Ring& rin
                                               uint32_t w_offset, RingPosition& stage,
                                               Accumulators& acc) {
   const int rows = __shfl_sync(0xffffffff, tile.rows_end - tile.n, 0);  // uniform, for the compiler
-  multiply_rows_of<8, 12, 16, 24, 28, 32, 34, 36, TILES>(rows, tile.k_end, ring, w_offset, stage, acc);
+  multiply_rows_of<TILED_TALL_SIZES>(rows, tile.k_end, ring, w_offset, stage, acc);
 }

@@ -124,9 +124,6 @@ struct TileScheduler : Tiles {
   int tiles_end;         // the tiles of the 32 experts up to the lane's,
   int x_tiles;           // and the expert's tiles along X
 
-  __device__ __forceinline__ int x_rows() const {
-    return (kWarpgroups + 1 - args.tiers[tier].row_groups) * kXRows;
-  }
   // The expert's row blocks in the tier: the first one, and the end. There may be none.
   __device__ __forceinline__ int begin_of(int expert) const {
     return max(expert * args.expert_row_blocks, args.tiers[tier].first_row_block);
@@ -140,7 +137,7 @@ struct TileScheduler : Tiles {
     const int lane = threadIdx.x % 32, expert = min(first_expert + lane, args.experts - 1);
     end = ptx::load_from_l2(args.ends + expert);
     rows = end - (expert > 0 ? ptx::load_from_l2(args.ends + expert - 1) : 0);
-    x_tiles = quotient(rows + x_rows() - 1, x_rows());
+    x_tiles = quotient(rows + args.x_rows - 1, args.x_rows);
     const int size = args.tiers[tier].tile_row_blocks;
     tiles_end = quotient(max(0, end_of(expert) - begin_of(expert)) + size - 1, size) * x_tiles;
     if (first_expert + lane >= args.experts) tiles_end = 0;

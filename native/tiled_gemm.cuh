@@ -102,8 +102,18 @@ struct TiledGemmArgs {
   int listed;                      // whether `ends` was complete when the launch started
   int cols;                        // K
   const Element* rows;             // [N, cols]: X
+  int x_rows;                      // of X that a tile has at most: room in a stage
 #endif
 };
+
+// Rows of X that a CTA's tile has at most.
+__device__ __forceinline__ int x_rows_of(const TiledGemmArgs& args, const TierTiles& tier) {
+#if GROUPED
+  return args.x_rows;
+#else
+  return (kWarpgroups + 1 - tier.row_groups) * kXRows;
+#endif
+}
 
 // Whether the CTAs of a cluster split K.
 __device__ __forceinline__ bool splits_k(const TiledGemmArgs& args) {

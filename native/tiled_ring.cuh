@@ -22,7 +22,7 @@ struct Ring {
                    kConsumerWarps * args.output_blocks * kBlockBytes + ring_of_units(tier)),
         stages(tier.stages),
         w_bytes(kHasUnits ? 0 : tier.tile_row_blocks * kAtomBytes),
-        stage_bytes(w_bytes + (kWarpgroups + 1 - tier.row_groups) * kXAtomBytes),
+        stage_bytes(w_bytes + x_rows_of(args, tier) * (kAtomK * 2)),
         sharers(cta.sharers),
         first_sharer(cta.first_sharer) {}
 

@@ -67,7 +67,7 @@ struct Tiles : TileBounds {
     const int width = min(of.block_tiles, of.x_tiles - before), row = quotient(in_block, width);
     row_block = of.first_row_block + (row * args.w_ctas + w) * of.tile_row_blocks;
     row_blocks = max(0, min(of.tile_row_blocks, args.tiers[tier + 1].first_row_block - row_block));
-    const int x_rows = (kWarpgroups + 1 - of.row_groups) * kXRows;
+    const int x_rows = x_rows_of(args, of);
     n = ((before + in_block - row * width) * args.x_ctas + x) * x_rows;
     return true;
   }

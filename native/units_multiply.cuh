@@ -2,7 +2,7 @@
 // and then add their sums, (0 + 1) + (2 + 3), and with 8 shares ... + ((4 + 5) + (6 + 7)). With 4
 // shares each warpgroup is a team and has half of a group's row blocks. With 8 shares all warps are
 // one team; such a group has at most kTileRowBlocks row blocks. In grouped_splitk.cu a K of one unit
-// is not divided: each warp has a pair of row blocks to itself.
+// is not divided: each warp has row blocks to itself.
 //
 // Expanding a weight costs more than multiplying it by few rows of X, so no weight is expanded twice
 // and no warp is idle, however few row blocks a group has. Zeros are subtracted as 16-bit floats,

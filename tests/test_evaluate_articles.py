@@ -84,7 +84,7 @@ def test_all_kernels_are_compiled_ahead() -> None:
             assert 8 * tiles >= min(point.n, 16)
             macros = grouped_splitk.defines(batches.DTYPE, tiles, "stored")
             assert (grouped_splitk.SOURCE, {**macros, **stored.macros}) in found
-    assert len({source for source, _ in found}) == 2 and len(found) == 4 + 2 + 2 + 1
+    assert len({source for source, _ in found}) == 2 and len(found) == 4 + 2 + 1 + 1
 
 
 def test_points_of_the_sweep() -> None:

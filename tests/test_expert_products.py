@@ -27,7 +27,7 @@ from dakrun.launches import (
     expert_splits,
     few_expert_rows,
     grouped_config,
-    grouped_shapes,
+    grouped_shape,
     grouped_tiles,
     router_ctas,
     router_rows,
@@ -99,7 +99,7 @@ def test_rows_in_chunks_are_as_rows_together(
         run = products(n, kernel_device)
         choices = run.route(x, weight, None, lengths)
         assert len(choices) == -(-n // step)
-        monkeypatch.setattr("dakrun.launches.experts.grouped_shapes", lambda *_: ())
+        monkeypatch.setattr("dakrun.launches.experts.grouped_shape", lambda *_: None)
         inner = run.gate_up(x, choices, stacked[0], accesses)
         found.append(run.down(inner, choices, stacked[1], accesses, residual.clone()))
     assert (found[0] - found[1]).abs().max() < 2e-2  # tiles of X may differ
@@ -194,7 +194,7 @@ def test_chunks_are_all_rows_once(
     assert chunks[0].start == 0 and chunks[-1].stop == rows
     assert all(a.stop == b.start for a, b in pairwise(chunks))
     few = few_expert_rows(**how, card=card, atom_bytes=atom_bytes)
-    most = TILED_MAX_ROWS if rows > few and grouped_shapes(card, atom_bytes) else few
+    most = TILED_MAX_ROWS if rows > few and grouped_shape(card, atom_bytes) else few
     assert max(of.stop - of.start for of in chunks) <= most
     assert 1 <= few <= 64
 

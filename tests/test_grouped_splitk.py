@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from dakrun.config import Routing
 from dakrun.formats import PACKED16, Split, WeightFormat
 from dakrun.formats.device_layout import Quantised
+from dakrun.geometry import UNIT_COLS
 from dakrun.kernels.experts import grouped_splitk
 from dakrun.kernels.experts.grouped_splitk import PairSums, down, gate_up, multiply
 from dakrun.kernels.experts.route import Routed
@@ -75,6 +76,7 @@ def config_of(matrix: TieredMatrix, given: Routed, rows: int) -> GroupedConfig:
         rows, [part.split for part in matrix.parts], ACCESS[: len(matrix.parts)], experts=experts,
         top_k=top_k, card=card_of_device(str(given.ends.device)),
         atom_bytes=matrix.format.atom_bytes,
+        one_unit=bool(matrix.format.macros) and matrix.shape[1] <= UNIT_COLS,
     )  # fmt: skip
 
 
@@ -182,9 +184,9 @@ def test_formats(rows: int, layout: Quantised, run: Any, kernel_device: str) -> 
     "layout", cases(zip(FEW_LAYOUTS), lambda layout: layout is FEW_LAYOUTS[0]), ids=str
 )
 def test_a_k_of_one_unit(layout: Quantised, rows: int, run: Any, kernel_device: str) -> None:
-    """Warps divide row blocks, not K: in items of up to 16, and of odd numbers of them."""
+    """Warps divide row blocks, not K: an item has up to 64, whatever their groups."""
     choices = random_choices(rows, 5, 3)
-    for m in (128, 152):
+    for m in (152, 528):
         matrix = matrix_of(5, m, 128, (5 * m // 8,), kernel_device, layout, torch.bfloat16)
         found, exact = run(choices, matrix, 5, kernel_device)
         assert error(found, exact) < 1e-2

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from dakrun.config import Activation, Routing
 from dakrun.formats import KERNEL_FORMATS, PACKED16
 from dakrun.formats.device_layout import Quantised
+from dakrun.geometry import ROWS_PER_BLOCK, TILED_TALL_SIZES
 from dakrun.hardware import Card
 from dakrun.kernels.experts import grouped_tiled, reference
 from dakrun.kernels.experts.dispatch import ExpertProducts
@@ -31,11 +32,13 @@ from dakrun.launches import (
     TierTiles,
     expert_splits,
     grouped_launch,
-    grouped_shapes,
+    grouped_shape,
 )
 from dakrun.memory.matrix import TieredMatrix
 
-NARROW, TALL = grouped_shapes(H200)
+NARROW = Shape(8, 2)  # of cards without wgmma, but others have the variant, too
+TALL = replace(NARROW, tiles=max(TILED_TALL_SIZES))
+SMALL_ROOM = replace(TALL, room=min(TILED_TALL_SIZES))  # for 64 rows
 RAGGED = (0, 5, 131, 0, 64, 1, 0)  # rows of each expert
 CASES = {"ragged": RAGGED, "one": (0, 0, 0, 201, 0, 0, 0), "few": (0, 0, 0, 0, 0, 0, 3)}
 
@@ -54,7 +57,7 @@ def launch_of(shape: Shape, *tiers: TierTiles, stages: int = 3) -> Launch:
 
 def needs_wgmma(shape: Shape, device: str) -> None:
     """Skips the test on a GPU that has no variant for `shape`."""
-    if shape == TALL and device == "cuda" and not here().has_wgmma:
+    if shape.tiles == TALL.tiles and device == "cuda" and not here().has_wgmma:
         pytest.skip("tall tiles need wgmma")
 
 
@@ -63,9 +66,9 @@ def some_card(device: str) -> Card:
     return hopper(3) if device == "cpu" else here(3)
 
 
-def shapes_of(device: str, atom_bytes: int) -> tuple[Shape, ...]:
-    """Those of torch's GPU, or on the CPU of an H200; skips the test where no ring has room."""
-    found = grouped_shapes(H200 if device == "cpu" else here(), atom_bytes)
+def shape_of(device: str, atom_bytes: int) -> Shape:
+    """That of torch's GPU, or on the CPU of an H200; skips the test where no ring has room."""
+    found = grouped_shape(H200 if device == "cpu" else here(), atom_bytes)
     return found or pytest.skip(f"no tiles for {atom_bytes} bytes on this card")
 
 
@@ -129,11 +132,15 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("activation", ["none", "silu_mul"])
 @pytest.mark.parametrize("counts", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("shape", [NARROW, TALL, Shape(8, 1)], ids=["narrow", "tall", "along-x"])
+@pytest.mark.parametrize(
+    "shape",
+    [NARROW, TALL, SMALL_ROOM, Shape(8, 1)],
+    ids=["narrow", "tall", "small-room", "along-x"],
+)
 def test_each_row_is_multiplied_by_its_expert(
     shape: Shape, counts: Sequence[int], activation: Activation, kernel_device: str
 ) -> None:
-    """Experts of more rows of W than a tile has, the last tile with fewer."""
+    """Experts of more rows of W than a tile has, the last tile with fewer; of more of X, too."""
     needs_wgmma(shape, kernel_device)
     weight = weight_of(len(counts), 8 * 27, 136, kernel_device)
     launch = launch_of(shape, TierTiles(2, min(14, shape.row_blocks)))
@@ -152,6 +159,23 @@ def test_a_tall_tile_multiplies_as_many_rows_as_it_has(
     found = run(counts, weight, launch_of(TALL, TierTiles(2, 9)), kernel_device)
     limit = 5e-4 if dtype == torch.float16 else 4e-3
     assert error(found, exact(counts, weight, kernel_device)) < limit
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_no_bit_depends_on_the_room_for_rows(activation: Activation, kernel_device: str) -> None:
+    """Of tall tiles, with as many stages as fit; experts of more rows have several tiles."""
+    needs_wgmma(TALL, kernel_device)
+    counts = (64, 0, 1, 97, 220, 321)
+    weight = weight_of(len(counts), 8 * 13, 328, kernel_device)
+    found, card = [], some_card(kernel_device)
+    for room in TILED_TALL_SIZES[::2]:
+        shape = replace(TALL, room=room)
+        launch = launch_of(shape, TierTiles(2, 7), stages=shape.stages(card, 7))
+        found.append(
+            run(counts, weight, launch.with_max_blocks(card), kernel_device, activation=activation)
+        )
+    assert error(found[0], exact(counts, weight, kernel_device, activation)) < 5e-4
+    assert all(outputs.equal(found[0]) for outputs in found)
 
 
 def test_gated_outputs_of_a_tall_tile_that_begins_with_an_odd_row_block(kernel_device: str) -> None:
@@ -193,10 +217,9 @@ def test_a_card_without_wgmma(
 ) -> None:
     """Within 100 KiB an SM, and without clusters."""
     hold_to(SMALL, monkeypatch)
-    (shape,) = grouped_shapes(SMALL)
     weight = weight_of(len(RAGGED), 8 * 27, 136, kernel_device)
     launch = grouped_launch(201, len(RAGGED), (27 * 7,), [TierAccess()], card=SMALL)
-    assert launch.shape == shape
+    assert launch.shape == NARROW == grouped_shape(SMALL)
     launch = replace(launch, tiers=(replace(launch.tiers[0], clusters=3),))
     found = run(RAGGED, weight, launch, kernel_device, activation=activation)
     assert error(found, exact(RAGGED, weight, kernel_device, activation)) < 5e-4
@@ -210,7 +233,7 @@ PLACES: list[tuple[tuple[int, ...], tuple[TierTiles, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("shape", [NARROW, TALL], ids=["narrow", "tall"])
+@pytest.mark.parametrize("shape", [NARROW, TALL, SMALL_ROOM], ids=["narrow", "tall", "small-room"])
 def test_no_bit_depends_on_where_experts_lie(
     shape: Shape, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +276,7 @@ def test_experts_lie_elsewhere_than_at_their_indices(
         (40, 64), expert_row_blocks=26, top_k=2, card=hopper(3)
     )  # fmt: skip
     stored = layout or PACKED16
-    shape = shapes_of(kernel_device, stored.atom_bytes)[0]
+    shape = shape_of(kernel_device, stored.atom_bytes)
     if layout:
         weight = quantised(layout, 8 * 104, 392, splits, dtype=torch.float16, device=kernel_device)
     else:
@@ -270,19 +293,16 @@ def test_experts_lie_elsewhere_than_at_their_indices(
 @pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 def test_experts_of_fewer_bits(layout: Quantised, kernel_device: str) -> None:
     counts, rows = (3, 0, 70, 1), 8 * 13
-    for shape in shapes_of(kernel_device, layout.atom_bytes):
-        outs = []
-        for row_blocks, tiers in (
-            ((52,), (TierTiles(2, 7, window=3),)),
-            ((17, 35), (TierTiles(1, 12, window=3), TierTiles(1, 12))),
-        ):
-            splits = expert_splits(row_blocks, expert_row_blocks=13, top_k=2, card=hopper(3))
-            weight = quantised(
-                layout, 4 * rows, 392, splits, dtype=torch.float16, device=kernel_device
-            )
-            outs.append(run(counts, weight, launch_of(shape, *tiers), kernel_device))
-            assert error(outs[-1], exact(counts, weight, kernel_device)) < 5e-4
-        assert torch.equal(*outs)
+    shape, outs = shape_of(kernel_device, layout.atom_bytes), []
+    for row_blocks, tiers in (
+        ((52,), (TierTiles(2, 7, window=3),)),
+        ((17, 35), (TierTiles(1, 12, window=3), TierTiles(1, 12))),
+    ):
+        splits = expert_splits(row_blocks, expert_row_blocks=13, top_k=2, card=hopper(3))
+        weight = quantised(layout, 4 * rows, 392, splits, dtype=torch.float16, device=kernel_device)
+        outs.append(run(counts, weight, launch_of(shape, *tiers), kernel_device))
+        assert error(outs[-1], exact(counts, weight, kernel_device)) < 5e-4
+    assert torch.equal(*outs)
 
 
 def mixture(
@@ -452,18 +472,40 @@ def test_a_remote_tier_leaves_the_sms_to_the_local_one_that_has_most_row_blocks(
 
 
 def test_a_tile_holds_the_rows_of_nearly_all_experts() -> None:
-    def shape(pairs: int, card: Card = H200) -> Shape:
-        return grouped_launch(pairs, 128, (24576,), [TierAccess()], card=card).shape
+    """The smaller their room, the more stages fit."""
 
-    assert shape(1) == shape(512 * 8) == NARROW and NARROW.rows == 64
-    assert shape(4096 * 8) == TALL and TALL.rows == 320
-    assert shape(4096 * 8, SMALL) == NARROW
+    def launch(rows: int, card: Card = H200) -> Launch:
+        return grouped_launch(8 * rows, 128, (24576,), [TierAccess()], card=card)
+
+    launches = [launch(rows) for rows in (1, 512, 1024, 1536, 2048, 3072, 4096)]
+    assert [one.shape.rows for one in launches] == [64, 64, 96, 128, 192, 256, 320]
+    assert [one.stages for one in launches] == [8, 8, 7, 6, 5, 4, 3]
+    assert {replace(one.shape, room=0) for one in launches} == {TALL}
+    assert launch(8 * 4096).shape == grouped_shape(H200) and TALL.rows == 320
+    assert launch(1, SMALL).shape == launch(4096, SMALL).shape == NARROW and NARROW.rows == 64
+
+
+def test_rooms_on_a_card_with_less_shared_memory() -> None:
+    """The largest one that fits, if none that fits has all rows."""
+    card = replace(H200, shared_bytes_per_sm=100 * 1024)
+    shapes = [
+        grouped_launch(pairs, 128, (24576,), [TierAccess()], card=card).shape
+        for pairs in (8, 512 * 8, 1024 * 8, 4096 * 8)
+    ]
+    assert [shape.rows for shape in shapes] == [64, 64, 96, 128]
+    assert grouped_shape(card) == shapes[-1]
+
+
+def test_a_room_holds_whole_boxes() -> None:
+    """Of the rows of an expert's last tile, too; all of them are multiplied."""
+    assert all(ROWS_PER_BLOCK * tiles % grouped_tiled.REST_ROWS == 0 for tiles in TILED_TALL_SIZES)
+    assert list(TILED_TALL_SIZES) == sorted(TILED_TALL_SIZES)
 
 
 def test_a_card_without_room() -> None:
     layout = Quantised("int8", 32, 4, True)
     card = replace(SMALL, shared_bytes_per_sm=80 * 1024)
-    assert grouped_shapes(SMALL, layout.atom_bytes) and not grouped_shapes(card, layout.atom_bytes)
+    assert grouped_shape(SMALL, layout.atom_bytes) and not grouped_shape(card, layout.atom_bytes)
     with pytest.raises(ValueError, match="no tiles for 8 rows"):
         grouped_launch(8, 4, (16,), [TierAccess()], card=card, atom_bytes=layout.atom_bytes)
 

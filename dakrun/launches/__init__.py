@@ -29,7 +29,7 @@ from dakrun.launches.experts import (
     router_logits,
     router_rows,
 )
-from dakrun.launches.grouped_tiled import grouped_launch, grouped_shapes
+from dakrun.launches.grouped_tiled import grouped_launch, grouped_shape
 from dakrun.launches.splitk import (
     K_SHARES,
     STEP_ATOMS,
@@ -93,7 +93,7 @@ __all__ = [
     "group_sizes",
     "grouped_config",
     "grouped_launch",
-    "grouped_shapes",
+    "grouped_shape",
     "grouped_tiles",
     "half_columns",
     "kernel_for",

@@ -20,13 +20,14 @@ from dakrun.geometry import (
     unit_atoms,
 )
 from dakrun.hardware import Card
-from dakrun.launches.grouped_tiled import grouped_shapes
+from dakrun.launches.grouped_tiled import grouped_shape
 from dakrun.launches.tiers import TierAccess, is_aligned
 from dakrun.units import ceil_div
 
 MAX_EXPERTS = 512  # of a layer
 STAGE_ATOMS = 2  # along K of a stage, at most, for up to two tiles of X; else the least
 STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have more
+ONE_UNIT_ROW_BLOCKS = 64  # of an item, at most, if K is one unit
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
 ALIGN = 128  # bytes, of W and of X in a stage
@@ -96,7 +97,7 @@ def few_expert_rows(*, experts: int, top_k: int, card: Card, atom_bytes: int = A
 
     A launch of more is the grouped tiled GEMM's, if the card has room for its rings.
     """
-    if not grouped_shapes(card, atom_bytes):
+    if not grouped_shape(card, atom_bytes):
         return EXPERT_CHUNK_ROWS
     units = unit_atoms(atom_bytes) > 1
     return _few_rows(experts, top_k, FEW_ROWS_OF_UNITS if units else FEW_ROWS_OF_EXPERT)
@@ -112,7 +113,7 @@ def expert_chunks(
 ) -> list[slice]:
     """The rows of X that launches of products with experts take in turns, of `rows` in all."""
     few = few_expert_rows(experts=experts, top_k=top_k, card=card, atom_bytes=atom_bytes)
-    many = rows > few and grouped_shapes(card, atom_bytes)
+    many = rows > few and grouped_shape(card, atom_bytes)
     step = TILED_MAX_ROWS if many else few
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
@@ -182,16 +183,21 @@ def grouped_config(
     card: Card,
     atom_bytes: int = ATOM_BYTES,
     spread: int = SPREAD,
+    one_unit: bool = False,
 ) -> GroupedConfig:
     """Choose the launch for `rows` rows of X and experts stored as `splits` in `tiers`.
 
-    `spread` is as in grouped_tiles().
+    `spread` is as in grouped_tiles(). With `one_unit` W has units, and K is one of them: stages
+    have more row blocks.
     """
     x_tiles = grouped_tiles(
         rows, experts=experts, top_k=top_k, atom_bytes=atom_bytes, spread=spread
     )
     x_atoms = STAGE_ATOMS if x_tiles <= 2 else unit_atoms(atom_bytes)
-    group = max(split.group for split in splits)
+    sizes = [
+        min(split.height, ONE_UNIT_ROW_BLOCKS) if one_unit else split.group for split in splits
+    ]
+    group = max(sizes)
     depth = _depth(group, x_atoms, atom_bytes)
     w, x = atom_bytes * group * depth, 8 * x_tiles * (2 * ATOM_COLS * x_atoms + X_PADDING)
     stage = _aligned(w) + _aligned(x)
@@ -206,9 +212,9 @@ def grouped_config(
     local = max(1, card.sms - sum(remote))
     tier_ctas = (local, *remote)
     windows = []
-    for split, tier, own in zip(splits, tiers, tier_ctas, strict=True):
-        own_depth = min(depth, _depth(split.group, x_atoms, atom_bytes))
-        in_stage = atom_bytes * split.group * own_depth * (own or local)
+    for size, tier, own in zip(sizes, tiers, tier_ctas, strict=True):
+        own_depth = min(depth, _depth(size, x_atoms, atom_bytes))
+        in_stage = atom_bytes * size * own_depth * (own or local)
         windows.append(tier.closest(in_stage, stages))
     return GroupedConfig(
         ctas=card.with_idle(sum(tier_ctas)),

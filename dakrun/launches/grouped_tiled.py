@@ -8,29 +8,40 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dakrun.geometry import ATOM_BYTES, WARPGROUPS, unit_atoms
+from dakrun.geometry import ATOM_BYTES, TILED_TALL_SIZES, WARPGROUPS, unit_atoms
 from dakrun.hardware import Card
 from dakrun.launches.tiers import TierAccess
 from dakrun.launches.tiled_shapes import Launch, Shape, TierTiles, sharing_tiles, x_tiles
 from dakrun.units import ceil_div
 
-TALL_TILES = 40  # of 8 rows of X: with more, accumulators leave too few registers
-DEVIATIONS = 2  # of an expert's rows from the mean that a tile is to hold
+DEVIATIONS = 3  # of an expert's rows from the mean that a tile is to hold
+
+
+def grouped_shape(card: Card, atom_bytes: int = ATOM_BYTES) -> Shape | None:
+    """The shape for atoms of `atom_bytes`, with room for as many rows of X as a tile can have.
+
+    None if no ring fits.
+    """
+    shapes = _shapes(card, atom_bytes)
+    return shapes[-1] if shapes else None
 
 
 @functools.cache
-def grouped_shapes(card: Card, atom_bytes: int = ATOM_BYTES) -> tuple[Shape, ...]:
-    """Shapes for atoms of `atom_bytes`, that of few rows of X first; none if the rings do not fit.
+def _shapes(card: Card, atom_bytes: int) -> tuple[Shape, ...]:
+    """Shapes whose rings fit, that with the fewest rows of X first.
 
-    A tall tile multiplies as many rows of X as it has, and has those of a whole expert nearly
-    always: then W is read once.
+    With wgmma and in 16 bits they are tall, and differ in their room: a tile multiplies as many
+    rows of X as it has, nearly always those of a whole expert, so that W is read once.
     """
     units = unit_atoms(atom_bytes) > 1
-    per_sm = 2 if sharing_tiles(wgmma=card.has_wgmma, units=units) else 1
-    narrow = Shape(min(x_tiles(wgmma=card.has_wgmma)), WARPGROUPS, ctas_per_sm=per_sm)
-    tall = [Shape(TALL_TILES, WARPGROUPS)] if card.has_wgmma and not units else []
-    found = (replace(shape, atom_bytes=atom_bytes) for shape in (narrow, *tall))
-    return tuple(shape for shape in found if shape.fits(shape.places(card)))
+    if card.has_wgmma and not units:
+        tall = Shape(max(TILED_TALL_SIZES), WARPGROUPS)
+        shapes = [replace(tall, room=tiles) for tiles in TILED_TALL_SIZES]
+    else:
+        per_sm = 2 if sharing_tiles(wgmma=card.has_wgmma, units=units) else 1
+        tiles = min(x_tiles(wgmma=card.has_wgmma))
+        shapes = [Shape(tiles, WARPGROUPS, atom_bytes=atom_bytes, ctas_per_sm=per_sm)]
+    return tuple(shape for shape in shapes if shape.fits(shape.places(card)))
 
 
 def grouped_launch(
@@ -44,15 +55,16 @@ def grouped_launch(
 ) -> Launch:
     """Choose the launch for `pairs` rows of X, and `row_blocks` of all experts in each tier.
 
-    The local tier comes first. A narrow tile is chosen if it holds all rows of nearly all experts,
-    where rows choose experts at random: then W is read once. A remote tier has the SMs of its
-    `tiers`, or SMs by its row blocks; fewer if stages of fewer CTAs fill its window. With units a
-    tier that has both has up to two CTAs for each of its SMs, but no more than by its row blocks:
-    the ring of a CTA has few units (TILED_UNIT_STAGES), which are expanded before others take their
-    place, so that a CTA keeps less in flight.
+    The local tier comes first. A tall tile has room for the rows of nearly every expert, where rows
+    choose experts at random, but hardly for more: the less room, the more stages fit, and the more
+    of W is in flight. A remote tier has the SMs of its `tiers`, or SMs by its row blocks; fewer if
+    stages of fewer CTAs fill its window. With units a tier that has both has up to two CTAs for
+    each of its SMs, but no more than by its row blocks: the ring of a CTA has few units
+    (TILED_UNIT_STAGES), which are expanded before others take their place, so that a CTA keeps less
+    in flight.
     Raises ValueError if there is nothing to multiply, or no room for the rings.
     """
-    shapes, total = grouped_shapes(card, atom_bytes), sum(row_blocks)
+    shapes, total = _shapes(card, atom_bytes), sum(row_blocks)
     if not shapes or pairs < 1 or total < 1:
         raise ValueError(f"no tiles for {pairs} rows, {total} row blocks of {atom_bytes} bytes")
     mean = pairs / experts

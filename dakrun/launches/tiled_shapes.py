@@ -75,7 +75,8 @@ class Shape:
     X by multicast, or `x_ctas` CTAs along X share W; one of these numbers is 1, the other a power
     of two. Each of `k_ctas` multiplies a segment of K. An atom of W, 64 columns of a row block, has
     `atom_bytes`. `ctas_per_sm` CTAs of a launch share an SM: expanding units keeps a CTA's warps
-    from starting products, and another CTA's run meanwhile.
+    from starting products, and another CTA's run meanwhile. With `room` a CTA's tile has up to so
+    many x 8 rows of X, at most `tiles` x 8, and multiplies as many as there are.
     """
 
     tiles: int
@@ -86,6 +87,7 @@ class Shape:
     wide: bool = False
     atom_bytes: int = ATOM_BYTES
     ctas_per_sm: int = 1
+    room: int = 0
 
     @property
     def ctas(self) -> int:
@@ -110,7 +112,7 @@ class Shape:
     @property
     def cta_x_tiles(self) -> int:
         """Tiles of 8 rows of X of a CTA."""
-        return self.x_tiles * WARPGROUPS // self.row_groups
+        return self.room or self.x_tiles * WARPGROUPS // self.row_groups
 
     @property
     def rows(self) -> int:

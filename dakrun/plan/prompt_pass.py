@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from dakrun.config import DTYPE_BYTES, ModelConfig, Workload
 from dakrun.geometry import TILED_MAX_ROWS
 from dakrun.hardware import LOCAL, HardwareProfile
-from dakrun.launches import EXPERT_CHUNK_ROWS, grouped_shapes
+from dakrun.launches import EXPERT_CHUNK_ROWS, grouped_shape
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.ops import Op
 from dakrun.plan.plan import PrefillPlan
@@ -56,8 +56,8 @@ def launch_reads(one: Op, profile: HardwareProfile) -> int:
     launches = ceil_div(one.batch_size, PREFILL_LAUNCH_ROWS)
     if one.category != "experts" or profile.device != "cuda":
         return launches if one.category in MATRICES else 1
-    shapes = grouped_shapes(profile.card, one.atom_bytes)
-    most = max((shape.rows for shape in shapes), default=EXPERT_CHUNK_ROWS)
+    shape = grouped_shape(profile.card, one.atom_bytes)
+    most = shape.rows if shape else EXPERT_CHUNK_ROWS
     return launches * math.ceil(one.rows_per_weight / launches / most)
 
 

@@ -21,7 +21,7 @@ from dakrun.kernels.gemm.tiled import (
 from dakrun.kernels.runtime import jit, operands
 from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.tensor_map import atoms_map, boxes_map
-from dakrun.launches import Launch, grouped_shapes
+from dakrun.launches import Launch, grouped_shape
 from dakrun.memory.matrix import TieredMatrix
 from dakrun.units import ceil_div
 
@@ -36,6 +36,7 @@ class _Args(Args):
         *operands.pointers("ends", "taken", "shifts"),
         *operands.ints("experts", "expert_row_blocks", "listed", "cols"),
         *operands.pointers("rows"),
+        *operands.ints("x_rows"),
     )
 
 
@@ -104,6 +105,7 @@ def grouped_tiled_gemm(
         listed=listed,
         cols=k,
         rows=x.data_ptr(),
+        x_rows=launch.shape.rows,
     )
     shape = launch.shape
     args.segment_atoms = args.weight.atoms
@@ -151,6 +153,6 @@ def _variants(needs: Needs) -> list[Macros]:
     return [
         {**defines(needs.dtype, shape), **stored.macros}
         for stored in needs.formats
-        for shape in grouped_shapes(needs.card, stored.atom_bytes)
         if needs.every or needs.routing
+        if (shape := grouped_shape(needs.card, stored.atom_bytes))
     ]

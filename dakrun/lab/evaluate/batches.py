@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from dakrun.formats import WeightFormat
-from dakrun.geometry import ROWS_PER_BLOCK, SPLITK_X_TILES
+from dakrun.geometry import ROWS_PER_BLOCK, SPLITK_X_TILES, UNIT_COLS
 from dakrun.hardware import LOCAL, Card
 from dakrun.kernels.experts import grouped_splitk, grouped_tiled
 from dakrun.kernels.runtime import architecture, compile_ahead
@@ -21,7 +21,7 @@ from dakrun.launches import (
     expert_splits,
     grouped_config,
     grouped_launch,
-    grouped_shapes,
+    grouped_shape,
     splitk_rows,
 )
 from dakrun.memory.matrix import MatrixPart, TieredMatrix
@@ -43,7 +43,7 @@ def _variants(card: Card) -> Iterator[tuple[str, Mapping[str, int]]]:
             if 8 * tiles <= splitk_rows(stored.atom_bytes):
                 macros = grouped_splitk.defines(DTYPE, tiles, "stored")
                 yield grouped_splitk.SOURCE, {**macros, **stored.macros}
-        for shape in grouped_shapes(card, stored.atom_bytes):
+        if shape := grouped_shape(card, stored.atom_bytes):
             macros = grouped_tiled.defines(DTYPE, shape)
             yield grouped_tiled.SOURCE, {**macros, **stored.macros}
 
@@ -83,6 +83,7 @@ def multiplied(point: BatchPoint, x: torch.Tensor, out: torch.Tensor, card: Card
         grouped_config(
             len(x), [weight.parts[0].split], ACCESS, experts=len(ends), top_k=1, card=card,
             atom_bytes=stored.atom_bytes, spread=1,
+            one_unit=bool(stored.macros) and point.cols <= UNIT_COLS,
         )
         for x, ends, weight, _ in parts
     ]  # fmt: skip
