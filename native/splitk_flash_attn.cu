@@ -4,8 +4,9 @@
 // the kernel appends to the cache. Split-KV as in FlashDecoding, with the online softmax of
 // FlashAttention-2 (arXiv 2307.08691):
 //
+//   once for all layers: list the KV heads' splits of each tier, large ones first (list_items.cu)
 //   for each CTA (CTAs are divided among the tiers, and run side by side):
-//     splits = the CTA's share of the tier's KV heads of all slots, by number of KV blocks
+//     splits = those that the CTA takes of its tier's list, in turn with the others
 //     producer warp:
 //       for each work item (a chunk of a split, or a few whole splits), round-robin over warps:
 //         for each of its KV blocks:

@@ -36,8 +36,13 @@ struct Tier {
   int first_slot;  // slots are ordered by tier
   int first_cta;
   int window;     // stages that a CTA may have in flight: the congestion window
-  int slot_step;  // stride of the order in which slots are visited, modulo their number
-  int heads;      // KV heads visited of a slot before the next slot
+  int slot_step;  // stride, modulo their number, in which slots are listed
+};
+
+// Splits of a KV head of a slot that a CTA takes together.
+struct ListedItem {
+  int slot;
+  uint16_t head, number;  // of the head's items, each of `item_splits` splits
 };
 
 struct SplitKFlashAttnArgs {
@@ -52,6 +57,8 @@ struct SplitKFlashAttnArgs {
   Element* out;             // [slots][kv_heads * group][HEAD_DIM]
   float* partials;          // [slots][kv_heads][max_splits][max_chunks][group][kPartial]
   int* arrivals;            // [slots][kv_heads][group + max_splits]: zero between launches
+  ListedItem* items;        // [slots][kv_heads][max_splits] of each tier (list_items.cu)
+  int* item_counts;         // [tier_count]
   int64_t stride;
   int64_t layer_offset;  // from the address of a block to this layer's part of it
   int64_t head_bytes;    // from the part of one KV head to that of the next
@@ -84,12 +91,6 @@ __device__ __forceinline__ int swizzle_of(int row) {
 // Leading KV blocks of a slot, not empty, to which attention is computed before.
 __device__ __forceinline__ int prefix_blocks_of(const SplitKFlashAttnArgs& args, int slot) {
   return kPrefixes ? args.prefix_blocks[slot] : 0;
-}
-
-// KV blocks of a slot behind those, with the new token; 0 for an empty slot.
-__device__ __forceinline__ int blocks_of(const SplitKFlashAttnArgs& args, int slot) {
-  const int length = args.lengths[slot];
-  return length < 0 ? 0 : length / kBlock + 1 - prefix_blocks_of(args, slot);
 }
 
 // The block table of a slot.
@@ -151,98 +152,67 @@ struct SplitRange {
     if (tier == 0) begin = border;
     if (tier > 0) end = border;
   }
-  __device__ __forceinline__ int blocks(const SplitLayout& layout) const {
-    return kSpilled ? layout.first_block(end) - layout.first_block(begin) : layout.blocks;
+};
+
+// Splits that are one item together: up to args.item_splits of a head, of those in the tier.
+struct HeadItems {
+  SplitLayout layout;  // of the blocks from `before` on
+  SplitRange range;
+  int before, count;
+
+  HeadItems() = default;
+  // Of each head of a slot of `length` cached positions.
+  __device__ __forceinline__ HeadItems(const SplitKFlashAttnArgs& args, int slot, int length,
+                                       int tier)
+      : before(length < 0 ? 0 : prefix_blocks_of(args, slot)) {
+    layout = SplitLayout(args, length < 0 ? 0 : length / kBlock + 1 - before);
+    range = SplitRange(args, layout, slot, before, tier);
+    const int splits = range.end - range.begin;
+    count = args.item_splits == 1 ? splits : (splits + args.item_splits - 1) / args.item_splits;
   }
 };
 
-// Iterator over the work items of a CTA: chunks of a split, splits of a KV head, `heads` KV heads
-// of a slot, slots of the tier; then again from the first slot with the next `heads`. Short slots
-// have many items for few bytes: where an item is a whole head, the next one is found without a
-// division.
+// The tiers' lists. CTAs of the first remote tier may read blocks of local slots, too (kSpilled).
+struct TierItems {
+  int first_slot, slots;
+  ListedItem* list;
+
+  __device__ __forceinline__ TierItems(const SplitKFlashAttnArgs& args, int tier) {
+    const int own = args.tiers[tier].first_slot, local = kSpilled ? args.tiers[1].first_slot : 0;
+    first_slot = kSpilled && tier == 1 ? 0 : own;
+    slots = args.tiers[tier + 1].first_slot - first_slot;
+    const int64_t before = tier > 1 ? own + local : own;  // slots of the lists before this one
+    list = args.items + before * args.kv_heads * args.max_splits;
+  }
+};
+
+// Iterator over the work items of a CTA. CTAs take those of their tier's list, the largest first,
+// in rounds of alternating direction: so all get about as many blocks, whatever the slots' lengths.
+// A lane knows the item of one of 32 rounds, so that finding the next one delays no copy.
 struct WorkItems {
   const SplitKFlashAttnArgs& args;
-  const int tier, first_slot, slots, slot_step, heads;
-  int slot_index = 0;  // of the slot, in the order of visits
-  int first_head = 0;  // the first of the `heads` KV heads of this pass over the slots
+  const int tier, cta, ctas;
+  int round = 0, number, all;  // of the list's items
+  ListedItem own = {};         // of the lane
+  int own_length = 0;
   int slot = 0, head = 0, split = 0, chunk = 0;
-  int length = 0;           // cached positions of the slot
-  int before = 0;           // its blocks before those of the layout
-  SplitLayout layout = {};  // of each head of the slot
-  SplitRange range = {};    // of the layout, in the tier
-  int range_blocks = 0;
+  int length = 0;        // cached positions of the slot
+  HeadItems items = {};  // of each head of the slot
   int item_splits = 1;
-  int first = 0, count = 0;          // blocks of the item's splits, counted from `before` on
-  int chunks = 1, whole_chunks = 1;  // of the split; of a head, if layout.splits is 1
-  const uint64_t* table = nullptr;   // of the slot
-  int blocks_left;                   // blocks up to the items of the next CTA
+  int first = 0, count = 0;         // blocks of the item's splits, counted from items.before on
+  int chunks = 1;                   // of the split
+  const uint64_t* table = nullptr;  // of the slot
 
-  // Called by all lanes of a warp. CTAs get equal shares of the tier's blocks; a split belongs to
-  // the CTA in whose share it starts.
-  __device__ __forceinline__ WorkItems(const SplitKFlashAttnArgs& args, int of_tier)
+  // Called by all lanes of a warp, like locate().
+  __device__ __forceinline__ WorkItems(const SplitKFlashAttnArgs& args, int tier)
       : args(args),
-        tier(of_tier),
-        first_slot(kSpilled && of_tier == 1 ? 0 : args.tiers[of_tier].first_slot),
-        slots(args.tiers[of_tier + 1].first_slot - first_slot),
-        slot_step(args.tiers[of_tier].slot_step),
-        heads(args.tiers[of_tier].heads) {
-    const Tier &tier = args.tiers[of_tier], &next = args.tiers[of_tier + 1];
-    const int lane = threadIdx.x % 32;
-    // 1. Blocks of all slots, per KV head, and the CTA's share of the tier's blocks.
-    int total = 0;
-#pragma unroll 4
-    for (int first = 0; first < slots; first += 32) {
-      if (first + lane >= slots) continue;
-      ptx::prefetch(table_of(args, first_slot + first + lane));
-      total += blocks_in_tier(first_slot + first + lane);
-    }
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2)
-      total += __shfl_xor_sync(0xffffffff, total, distance);
-    const int ctas = next.first_cta - tier.first_cta;
-    const int cta = args.order.number() - tier.first_cta;
-    const int all = total * args.kv_heads, each = all / ctas, more = all % ctas;
-    int start = each * cta + more * cta / ctas;
-    blocks_left = each * (cta + 1) + more * (cta + 1) / ctas - start;
-    if (heads < args.kv_heads && total > 0) {
-      first_head = start / (total * heads) * heads;
-      start -= first_head * total;
-    }
-    // 2. The slot that contains block `start`, by prefix sums over 32 slots at a time.
-    while (slot_index < slots) {
-      int sum = slot_index + lane < slots ? blocks_in_tier(slot_of(slot_index + lane)) : 0;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_sync(0xffffffff, sum, lane < distance ? lane : lane - distance);
-        if (lane >= distance) sum += before;
-      }
-      // Slots that end at or before `start`.
-      const int ends = sum * heads;
-      const int behind = __popc(__ballot_sync(0xffffffff, ends <= start));
-      const int passed = behind ? __shfl_sync(0xffffffff, ends, behind - 1) : 0;
-      slot_index += behind;
-      start -= passed;
-      if (behind < 32) break;
-    }
-    if (slot_index >= slots) {
-      blocks_left = 0;
-      return;
-    }
-    // 3. The first head and split in the share.
-    enter_slot();
-    if (range_blocks == 0) {
-      blocks_left = 0;
-      return;
-    }
-    head = start / range_blocks;
-    int within = start - head * range_blocks;
-    if (kSpilled) within += layout.first_block(range.begin);
-    head += first_head;
-    split = layout.split_from(within);
-    blocks_left -= layout.first_block(split) - within;
-  }
+        tier(tier),
+        cta(args.order.number() - args.tiers[tier].first_cta),
+        ctas(args.tiers[tier + 1].first_cta - args.tiers[tier].first_cta),
+        number(cta),
+        all(args.item_counts[tier]) {}
 
-  __device__ __forceinline__ bool done() const { return blocks_left <= 0; }
+  __device__ __forceinline__ bool done() const { return number >= all; }
   __device__ __forceinline__ int first_block() const {
     return chunks == 1 ? first : first + chunk * count / chunks;
   }
@@ -251,54 +221,35 @@ struct WorkItems {
   }
   __device__ __forceinline__ void next() {
     if (++chunk < chunks) return;
-    blocks_left -= count;
-    split += item_splits, chunk = 0;
+    chunk = 0, round++;
+    number = number_in(round);
   }
-  // Complete the step to the item after next(): go to the next head or slot if the splits of this
-  // one are done. Call it only if not done(): the search for a slot with blocks would not end.
+  // Complete the step to the item: find it. Call it only if not done().
   __device__ __forceinline__ void locate() {
     if (chunk > 0) return;
-    if (split >= (kSpilled ? range.end : layout.splits)) {
-      if (++head >= first_head + heads) {
-        do {
-          if (++slot_index == slots) slot_index = 0, first_head += heads;
-          enter_slot();
-        } while (range_blocks == 0);
-        head = first_head;
-      }
-      split = kSpilled ? range.begin : 0;
-    }
-    if (layout.splits == 1) {
-      item_splits = 1, first = 0, count = layout.blocks, chunks = whole_chunks;
-      return;
-    }
-    // Splits that start in the CTA's share.
-    const int end = min(kSpilled ? range.end : layout.splits, layout.split_from(layout.first_block(split) +
-                                                         min(blocks_left, layout.blocks)));
-    item_splits = min(args.item_splits, end - split);
-    first = layout.first_block(split), count = layout.first_block(split + item_splits) - first;
-    chunks = layout.chunks(args, split);
+    if (round % 32 == 0) fetch();
+    slot = __shfl_sync(0xffffffff, own.slot, round % 32);
+    length = __shfl_sync(0xffffffff, own_length, round % 32);
+    const uint32_t of_head = __shfl_sync(0xffffffff, own.head << 16 | own.number, round % 32);
+    head = of_head >> 16;
+    items = HeadItems(args, slot, length, tier);
+    split = items.range.begin + (of_head & 0xffff) * args.item_splits;
+    item_splits = min(args.item_splits, items.range.end - split);
+    first = items.layout.first_block(split);
+    count = items.layout.first_block(split + item_splits) - first;
+    chunks = items.layout.chunks(args, split);
+    table = table_of(args, slot);
   }
 
  private:
-  // KV blocks of a head of a slot that the tier's CTAs read.
-  __device__ __forceinline__ int blocks_in_tier(int of_slot) const {
-    const int blocks = blocks_of(args, of_slot);
-    if (!kSpilled || blocks == 0) return blocks;
-    const SplitLayout of(args, blocks);
-    return SplitRange(args, of, of_slot, prefix_blocks_of(args, of_slot), tier).blocks(of);
+  __device__ __forceinline__ int number_in(int round) const {
+    return round * ctas + (round % 2 ? ctas - 1 - cta : cta);
   }
-  __device__ __forceinline__ int slot_of(int slot_index) const {
-    return first_slot + (slot_step == 1 ? slot_index : slot_index * slot_step % slots);
-  }
-  __device__ __forceinline__ void enter_slot() {
-    slot = slot_of(slot_index);
-    length = args.lengths[slot];
-    before = length < 0 ? 0 : prefix_blocks_of(args, slot);
-    layout = SplitLayout(args, blocks_of(args, slot));
-    range = SplitRange(args, layout, slot, before, tier);
-    range_blocks = range.blocks(layout);
-    if (layout.splits == 1) whole_chunks = layout.chunks(args, 0);
-    table = table_of(args, slot);
+  __device__ __forceinline__ void fetch() {
+    const int number = number_in(round + threadIdx.x % 32);
+    if (number >= all) return;
+    own = TierItems(args, tier).list[number];
+    own_length = args.lengths[own.slot];
+    ptx::prefetch(table_of(args, own.slot));
   }
 };

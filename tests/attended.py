@@ -18,6 +18,7 @@ from dakrun.kernels.attention import (
     PrefixAttention,
     attention_config,
     kv_blocks,
+    list_items,
     splitk_flash_attn,
 )
 from dakrun.kernels.runtime import held_card
@@ -129,6 +130,7 @@ class Case:
         tables = BlockTables.of_slots(starts, self.shape)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         leading = None if spilled is None else torch.tensor(spilled).to(lengths)
+        list_items(lengths, config, workspace, prefixes=prefixes, spilled=leading)
         splitk_flash_attn(
             self.q, self.k, self.v, tables, lengths, config, workspace, out,
             scale=dim**-0.5, rotations=self.turns, prefixes=prefixes,

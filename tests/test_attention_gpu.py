@@ -13,6 +13,7 @@ from dakrun.kernels.attention import (
     AttentionConfig,
     AttentionWorkspace,
     BlockTables,
+    list_items,
     splitk_flash_attn,
 )
 from dakrun.kernels.runtime import jit
@@ -84,10 +85,11 @@ def launch(case: Case, config: AttentionConfig, slots: Sequence[torch.Tensor]) -
     scale = case.dim**-0.5
 
     def chain() -> None:
-        for _ in range(10):
+        list_items(lengths, config, workspace)
+        for number in range(10):
             splitk_flash_attn(
                 case.q, case.k, case.v, tables, lengths, config, workspace, out, scale=scale,
-                rotations=case.turns, pdl=True,
+                rotations=case.turns, pdl=number > 0,  # the first one waits for the list
             )  # fmt: skip
 
     torch.cuda.synchronize()
@@ -151,4 +153,4 @@ def test_late_warps_and_poisoned_regions_change_no_bit(
             out = case.run(config, slots)
             assert torch.equal(out.view(torch.int16), same.view(torch.int16))
     case.check(out, slots, 1e-3)
-    assert built == ["splitk_flash_attn"] * 40
+    assert built == ["list_items", "splitk_flash_attn"] * 40

@@ -293,6 +293,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append((caches.tolist(), lengths.tolist()))
 
     on_the_cpu(monkeypatch)
+    monkeypatch.setattr("dakrun.lab.chains.attention.list_items", lambda *_, **__: None)
     monkeypatch.setattr("dakrun.lab.chains.attention.splitk_flash_attn", attend)  # needs a GPU
     return found
 

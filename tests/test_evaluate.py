@@ -669,6 +669,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Point], Resul
     monkeypatch.setattr("dakrun.lab.memory.read_window", rates)
     monkeypatch.setattr(module, "READ_BYTES", {LOCAL: 2**24, "remote": 2**22})
     monkeypatch.setattr("dakrun.lab.chains.attention.splitk_flash_attn", lambda *_, **__: None)
+    monkeypatch.setattr("dakrun.lab.chains.attention.list_items", lambda *_, **__: None)
     small = replace(module.QUICK, chain_bytes=2**20, min_launches=2)
     monkeypatch.setattr(module, "QUICK", small)
     model = replace(tiny_model(), dtype="float16", head_dim=64, hidden_size=128, embed_size=128)

@@ -149,6 +149,7 @@ def launches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Launches:
     gemm, attention = "dakrun.lab.probe.gemm_costs", "dakrun.lab.probe.attention_costs"
     monkeypatch.setattr(f"{gemm}.normalize", found.normalize)
     monkeypatch.setattr(f"{gemm}.Products", lambda *_: found)
+    monkeypatch.setattr(f"{attention}.list_items", lambda *_, **__: None)
     monkeypatch.setattr(f"{attention}.splitk_flash_attn", found.splitk_flash_attn)
     monkeypatch.setattr(f"{attention}.select_token", found.select_token)
     monkeypatch.setattr("dakrun.lab.chain.graph_seconds", found.seconds)

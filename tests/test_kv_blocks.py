@@ -124,7 +124,7 @@ def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
     config = attention_config(KVShape(8, 128, 2048), slots, tiers, card=H200)
     assert config.ctas == ctas
     assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(
-        window, 8 * 112 * 1024
+        window, 8 * 96 * 1024
     )
     uneven = replace(H200, even_waves=False)
     kept = attention_config(KVShape(8, 128, 2048), slots, tiers, card=uneven)
@@ -153,7 +153,8 @@ def test_mixed_tiers_share_the_local_ctas(
 @pytest.mark.parametrize(
     ("blocks", "heads", "unit", "part"),
     [
-        (32, 512, 32, 32), (17, 448, 16, 16), (2048, 8, 128, 32), (32, 8, 4, 4), (32, 64, 16, 4),
+        (32, 512, 32, 32), (17, 448, 32, 32), (33, 256, 32, 32), (17, 255, 8, 8),
+        (2048, 8, 128, 32), (32, 8, 4, 4), (32, 64, 16, 4),
         (32, 128, 32, 8), (1, 9, 4, 4), (128, 100, 16, 16), (20_000, 1, 157, 157),
     ],
 )  # fmt: skip

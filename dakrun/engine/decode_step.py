@@ -26,6 +26,7 @@ from dakrun.kernels.attention import (
     RowGroup,
     RowTiles,
     attention_config,
+    list_items,
     prompt_attn,
     splitk_flash_attn,
 )
@@ -154,11 +155,21 @@ class DecodeStep:
         return StepRows(self.tokens[:n], self.lengths[:n], partial(self.attention, bucket))
 
     def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attend:
-        """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output."""
-        out = self._heads[: sum(bucket)] if heads is None else heads
+        """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output.
+
+        Launches what all layers need, which must end before the first product of the step starts.
+        """
+        n = sum(bucket)
+        out = self._heads[:n] if heads is None else heads
         if self._tiles:
             return partial(self._attend_from_tiles, self._tiles, out)
-        return partial(self._attend, self._configs[bucket], out)
+        config = self._configs[bucket]
+        list_items(
+            self.lengths[:n], config, self._workspace,
+            prefixes=self._prefixes if self.cascades else None,
+            spilled=self.spilled[:n] if config.reads_spilled else None,
+        )  # fmt: skip
+        return partial(self._attend, config, out)
 
     def chains(
         self, bucket: Bucket, leave_out: Fused | None = None

@@ -19,6 +19,7 @@ from dakrun.kernels.attention import (
     PromptWork,
     attention_config,
     kv_blocks,
+    list_items,
     prompt_attn,
     splitk_flash_attn,
 )
@@ -117,8 +118,10 @@ class SplitKFlashAttn(nn.Module):
             self._workspaces[key] = AttentionWorkspace.empty([config], *key[1:])
         with torch.cuda.device_of(q):
             q, k, v = torch.cat((q, k, v), 1).split(heads, 1)  # equal row strides
+            workspace = self._workspaces[key]
+            list_items(cache.lengths, config, workspace)
             return splitk_flash_attn(
-                q, k, v, cache.tables, cache.lengths, config, self._workspaces[key],
+                q, k, v, cache.tables, cache.lengths, config, workspace,
                 q.new_empty(len(q), q.shape[1] * q.shape[2]), scale=scale, layer=layer,
             )  # fmt: skip
 

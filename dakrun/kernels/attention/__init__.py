@@ -18,7 +18,12 @@ from dakrun.kernels.attention.kv_blocks import BlockTables, KVShape
 from dakrun.kernels.attention.prompt import PromptSegment, PromptWork, prompt_attn
 from dakrun.kernels.attention.row_tiles import RowTiles
 from dakrun.kernels.attention.shared_prefixes import SharedPrefix, shared_prefixes
-from dakrun.kernels.attention.splitk import AttentionWorkspace, cta_threads, splitk_flash_attn
+from dakrun.kernels.attention.splitk import (
+    AttentionWorkspace,
+    cta_threads,
+    list_items,
+    splitk_flash_attn,
+)
 
 __all__ = [
     "AttentionConfig",
@@ -34,6 +39,7 @@ __all__ = [
     "attention_config",
     "cta_threads",
     "kv_blocks",
+    "list_items",
     "prompt_attn",
     "shared_prefixes",
     "split_sizes",

@@ -22,7 +22,13 @@ from dakrun.units import ceil_div
 CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to combine
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
+# From so many heads on, those of a chunk's blocks are one split: an H200 reads 32 slots of 8 heads
+# with 2,048 positions at 91% of HBM's rate, in two splits at 87%.
+WHOLE_HEADS = 256
 FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
+# Of a CTA's ring, at most: with more in flight, HBM delivers less. With 7 stages of 16 KiB an H200
+# read KV of 8,192 positions at 4,260 GB/s, with 6 and with 5 at 4,330, with 4 at 4,230.
+RING_BYTES = 96 << 10
 LONE_BYTES = 1024  # beyond a ring's shared memory, with which a CTA keeps others off its SM
 MAX_WINDOW = 4  # of a finite window, in stages: two tasks pending per warp, each of keys and values
 
@@ -38,10 +44,10 @@ class AttentionConfig:
     splits of one head that have a single chunk; that changes no bit of a result.
 
     With `reads_spilled`, leading blocks of slots in the first tier may lie in the second one, whose
-    CTAs then read them. The first tier includes the tiers mixed with it. `spread` makes its CTAs
-    visit slots head by head, so that each CTA reads from all of these tiers. `alone` keeps an SM to
-    one CTA, by `lone_bytes` of shared memory. `idle` CTAs fill the remaining SMs; without them two
-    CTAs of the next launch could share an SM.
+    CTAs then read them. The first tier includes the tiers mixed with it. With `spread` its slots
+    are listed in another order, so that each CTA reads from all of these tiers. `alone` keeps an
+    SM to one CTA, by `lone_bytes` of shared memory. `idle` CTAs fill the remaining SMs; without
+    them two CTAs of the next launch could share an SM.
     """
 
     shape: KVShape
@@ -115,7 +121,8 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], reach[mixed:], strict=True)
     ]
-    stages = min(ATTENTION_MAX_STAGES, card.ring_bytes // stage_bytes(shape))
+    ring = min(RING_BYTES, card.ring_bytes)
+    stages = min(ATTENTION_MAX_STAGES, ring // stage_bytes(shape))
 
     def window(tier: TierAccess, count: int) -> int:
         """Stages that each of `count` CTAs of `tier` keeps in flight."""
@@ -154,6 +161,8 @@ def split_sizes(blocks: int, heads: int) -> tuple[int, int, int]:
 
     For KV heads of `blocks` blocks, `heads` of them in the cache.
     """
+    if heads >= WHOLE_HEADS and blocks <= CHUNK_BLOCKS[0]:
+        return CHUNK_BLOCKS[0], CHUNK_BLOCKS[0], 1
     enough = (chunk for chunk in CHUNK_BLOCKS if heads * ceil_div(blocks, chunk) >= ITEMS)
     chunk = max(next(enough, CHUNK_BLOCKS[-1]), ceil_div(blocks, ATTENTION_MAX_SPLITS))
     splits = SPLITS // heads

@@ -1,5 +1,6 @@
-"""SplitK_FlashAttn: decode attention over slots in several tiers; wraps splitk_flash_attn.cu.
+"""SplitK_FlashAttn: decode attention over slots in several tiers.
 
+Wraps splitk_flash_attn.cu and list_items.cu.
 Knows operands and a launch configuration, no models and no plans.
 """
 
@@ -15,9 +16,11 @@ from dakrun.geometry import (
     ATTENTION_PARTIAL_EXTRA,
     ATTENTION_WARPS,
     ATTENTION_WARPS_LARGE_GROUP,
+    HEAD_DIMS,
     KV_BLOCK,
     MAX_GROUP_HEADS,
     MAX_TIERS,
+    ROW_THREADS,
 )
 from dakrun.kernels.attention.cascade import PrefixAttention
 from dakrun.kernels.attention.config import AttentionConfig
@@ -28,13 +31,13 @@ from dakrun.kernels.runtime.needs import Macros, Needs, compiled_ahead
 from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
 
-SOURCE = "splitk_flash_attn.cu"
+SOURCE, LIST_SOURCE = "splitk_flash_attn.cu", "list_items.cu"
 
 
 class _Tier(ctypes.Structure):
     """Tier of native/splitk_flash_attn.cuh."""
 
-    _fields_ = operands.ints("first_slot", "first_cta", "window", "slot_step", "heads")
+    _fields_ = operands.ints("first_slot", "first_cta", "window", "slot_step")
 
 
 class _Args(ctypes.Structure):
@@ -43,7 +46,7 @@ class _Args(ctypes.Structure):
     _fields_ = (
         ("tiers", _Tier * (MAX_TIERS + 1)),
         *operands.pointers("tables", "table_of", "lengths", "q", "k", "v", "rotations"),
-        *operands.pointers("out", "partials", "arrivals"),
+        *operands.pointers("out", "partials", "arrivals", "items", "item_counts"),
         ("stride", ctypes.c_int64),
         ("layer_offset", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
@@ -62,23 +65,31 @@ class AttentionWorkspace:
     """Partial results of splits and chunks: one workspace for all launches of a stream.
 
     `partials` is float32 [slots * Hkv * splits * chunks * group * (D + 4)] or more, `arrivals`
-    int32 [slots * Hkv * (group + splits)] or more, zero between launches.
+    int32 [slots * Hkv * (group + splits)] or more, zero between launches. `items`, int32
+    [slots * Hkv * splits, 2] or more, are what list_items() writes, local slots twice if they have
+    spilled blocks; `counts`, int32 [tiers], their numbers.
     """
 
     partials: torch.Tensor
     arrivals: torch.Tensor
+    items: torch.Tensor
+    counts: torch.Tensor
 
     @classmethod
     def empty(
         cls, configs: Iterable[AttentionConfig], group: int, device: torch.device
     ) -> "AttentionWorkspace":
         """Allocate for launches of any of `configs` with `group` query heads per KV head."""
+        configs = list(configs)
         partials, arrivals = map(
             max, zip(*(_workspace_sizes(config, group) for config in configs), strict=True)
         )
+        items = max(map(_item_count, configs))
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(arrivals, dtype=torch.int32, device=device),
+            torch.empty(items, 2, dtype=torch.int32, device=device),
+            torch.zeros(MAX_TIERS, dtype=torch.int32, device=device),
         )
 
 
@@ -88,6 +99,50 @@ def _workspace_sizes(config: AttentionConfig, group: int) -> tuple[int, int]:
     parts = config.max_splits * config.max_chunks * group
     width = config.shape.head_dim + ATTENTION_PARTIAL_EXTRA
     return heads * parts * width, heads * (group + config.max_splits)
+
+
+def _item_count(config: AttentionConfig) -> int:
+    """Work items in the lists of all tiers, at most."""
+    slots = sum(config.slots) + config.reads_spilled * config.slots[0]
+    return slots * config.shape.kv_heads * config.max_splits
+
+
+def list_items(
+    lengths: torch.Tensor,
+    config: AttentionConfig,
+    workspace: AttentionWorkspace,
+    *,
+    prefixes: PrefixAttention | None = None,
+    spilled: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """List the work items of slots of `lengths` (int32 [B]) in `workspace`, once for all layers.
+
+    Operands are as for splitk_flash_attn(), whose launches read the list before they wait for their
+    predecessor: this launch must have ended when they begin.
+    Raises ValueError if an operand has the wrong shape, dtype or device.
+    """
+    _check_spilled(config, lengths, spilled)
+    rows: dict[str, operands.Wanted] = {"lengths": (lengths, (sum(config.slots),), torch.int32)}
+    operands.check_operands(lengths.device, rows)
+    operands.check_gpu(lengths.device)
+    _check_items(config, workspace)
+    args = _Args(
+        lengths=lengths.data_ptr(),
+        items=workspace.items.data_ptr(),
+        item_counts=workspace.counts.data_ptr(),
+        tier_count=len(config.slots),
+        kv_heads=config.shape.kv_heads,
+        split_blocks=config.split_blocks,
+        item_splits=config.item_splits,
+        max_splits=config.max_splits,
+        prefix_blocks=0 if prefixes is None else prefixes.blocks.data_ptr(),
+        spilled_blocks=operands.address(spilled),
+    )
+    args.tiers[:] = _tiers(config)
+    macros = _list_defines(prefixes=prefixes is not None, reads_spilled=config.reads_spilled)
+    kernel = jit.kernel(LIST_SOURCE, "list_items", macros)
+    kernel.launch(len(config.slots), ROW_THREADS, args, pdl=pdl)
 
 
 def splitk_flash_attn(
@@ -120,6 +175,7 @@ def splitk_flash_attn(
     Scores are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and
     sines, q and k are rotated first (RoPE, half-split as in Llama). With `prefixes`, whose launch
     for the same rows came before, the leading KV blocks that rows share are not read again.
+    list_items() for the same operands came before, with the same `workspace`.
     `spilled`, int32 [B], is for a config that reads_spilled: the number of leading KV blocks of
     each local slot that lie in the first remote tier. `head_norms` are applied to q and k before
     they are rotated; not with `prefixes`, whose queries are to be normalized before.
@@ -142,6 +198,8 @@ def splitk_flash_attn(
         out=out.data_ptr(),
         partials=workspace.partials.data_ptr(),
         arrivals=workspace.arrivals.data_ptr(),
+        items=workspace.items.data_ptr(),
+        item_counts=workspace.counts.data_ptr(),
         stride=q.stride(0),
         order=CtaOrder.of(config.ctas[0], sum(config.ctas) + config.idle),
         tier_count=len(config.slots),
@@ -164,25 +222,8 @@ def splitk_flash_attn(
         k_norm=0 if head_norms is None else head_norms.k_weight.data_ptr(),
         norm_eps=0.0 if head_norms is None else head_norms.eps,
     )
-    slot = cta = 0
-    for number, count in enumerate(config.slots):
-        spread = config.spread and number == 0
-        args.tiers[number] = _Tier(
-            first_slot=slot,
-            first_cta=cta,
-            window=config.windows[number],
-            slot_step=_spread_step(count) if spread else 1,
-            heads=1 if spread else kv_heads,
-        )
-        slot += count
-        cta += config.ctas[number]
-    args.tiers[len(config.slots)] = _Tier(first_slot=slot, first_cta=cta)  # the end of the last
-    if config.reads_spilled != (spilled is not None) or (
-        spilled is not None and spilled.shape != lengths.shape
-    ):
-        raise ValueError(
-            "expected `spilled` for each slot with a config that reads_spilled, and only there"
-        )
+    args.tiers[:] = _tiers(config)
+    _check_spilled(config, lengths, spilled)
     if head_norms is not None:
         if prefixes is not None:
             raise ValueError("expected normalized heads with prefixes, and no norms of them")
@@ -197,9 +238,43 @@ def splitk_flash_attn(
     )  # fmt: skip
     kernel = jit.kernel(SOURCE, "splitk_flash_attn", macros)
     kernel.launch(
-        cta + config.idle, cta_threads(group), args, shared_bytes=config.shared_bytes, pdl=pdl
+        sum(config.ctas) + config.idle,
+        cta_threads(group),
+        args,
+        shared_bytes=config.shared_bytes,
+        pdl=pdl,
     )
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiers(config: AttentionConfig) -> tuple[_Tier, ...]:
+    """The kernel's `tiers`, with the end of the last one."""
+    found, slot, cta = [], 0, 0
+    for number, count in enumerate(config.slots):
+        spread = config.spread and number == 0
+        found.append(
+            _Tier(
+                first_slot=slot,
+                first_cta=cta,
+                window=config.windows[number],
+                slot_step=_spread_step(count) if spread else 1,
+            )
+        )
+        slot += count
+        cta += config.ctas[number]
+    return (*found, *[_Tier(first_slot=slot, first_cta=cta)] * (MAX_TIERS + 1 - len(found)))
+
+
+def _check_spilled(
+    config: AttentionConfig, lengths: torch.Tensor, spilled: torch.Tensor | None
+) -> None:
+    if config.reads_spilled != (spilled is not None) or (
+        spilled is not None and spilled.shape != lengths.shape
+    ):
+        raise ValueError(
+            "expected `spilled` for each slot with a config that reads_spilled, and only there"
+        )
 
 
 @functools.cache
@@ -260,9 +335,15 @@ def _check_operands(
         or not rotations.is_contiguous()
     ):
         raise ValueError(f"expected rotations for {shape}, got {list(rotations.shape)}")
+    _check_items(config, workspace)
     partials, arrivals = _workspace_sizes(config, group)
     if workspace.partials.numel() < partials or workspace.arrivals.numel() < arrivals:
         raise ValueError(f"expected a workspace of {partials} and {arrivals} elements or more")
+
+
+def _check_items(config: AttentionConfig, workspace: AttentionWorkspace) -> None:
+    if len(workspace.items) < (items := _item_count(config)):
+        raise ValueError(f"expected a workspace with room for {items} items or more")
 
 
 def cta_threads(group: int) -> int:
@@ -304,3 +385,16 @@ def _variants(needs: Needs) -> list[Macros]:
         )
         for prefixes in (False, True)
     ]  # fmt: skip
+
+
+def _list_defines(*, prefixes: bool, reads_spilled: bool) -> dict[str, int]:
+    """Macros of list_items.cu; the first ones change nothing."""
+    any_heads = {"BFLOAT16": 0, "HEAD_DIM": HEAD_DIMS[0], "GROUP_TILES": 1, "HEAD_NORMS": 0}
+    return {**any_heads, "PREFIXES": int(prefixes), "SPILLED": int(reads_spilled)}
+
+
+@compiled_ahead(LIST_SOURCE)
+def _list_variants(needs: Needs) -> list[Macros]:
+    if needs.group > MAX_GROUP_HEADS:
+        return []
+    return [_list_defines(prefixes=some, reads_spilled=needs.spills) for some in (False, True)]

@@ -14,6 +14,7 @@ from dakrun.kernels.attention import (
     PromptSegment,
     PromptWork,
     attention_config,
+    list_items,
     prompt_attn,
     splitk_flash_attn,
 )
@@ -37,7 +38,8 @@ class AttentionChains(Chains):
         assert isinstance(slots, Slots)
         shape = KVShape(slots.kv_heads, slots.head_dim, slots.length)
         config = attention_config(shape, case.units, access, card=self.card)
-        workspace = AttentionWorkspace.empty([config], slots.heads // slots.kv_heads, self.device)
+        group = slots.heads // slots.kv_heads
+        workspace = AttentionWorkspace.empty([config], group, self.device)
         tables = [BlockTables.of_slots(starts, shape) for starts in self._addresses(case)]
         lengths = torch.tensor(slots.lengths, dtype=torch.int32, device=self.device) - 1
         parts = (slots.heads, slots.kv_heads, slots.kv_heads)
@@ -45,6 +47,8 @@ class AttentionChains(Chains):
         out = torch.empty(
             slots.batch, slots.heads * slots.head_dim, dtype=self.dtype, device=self.device
         )
+
+        list_items(lengths, config, workspace)
 
         def launch(number: int) -> None:
             splitk_flash_attn(

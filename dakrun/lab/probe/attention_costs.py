@@ -17,6 +17,7 @@ from dakrun.kernels.attention import (
     BlockTables,
     KVShape,
     attention_config,
+    list_items,
     splitk_flash_attn,
 )
 from dakrun.lab.chain import Launch, launch_seconds, seconds_round_robin
@@ -118,6 +119,8 @@ def _attention(
     slots = [piece.data_ptr() for piece in costs.pieces(memory, shape.slot_bytes)]
     starts = torch.tensor(slots[: len(slots) // count * count], device=memory.device)
     sets = [BlockTables.of_slots(some, shape) for some in starts.view(-1, count)]
+
+    list_items(lengths, config, workspace)
 
     def launch(number: int) -> None:
         splitk_flash_attn(

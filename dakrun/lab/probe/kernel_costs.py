@@ -44,7 +44,9 @@ ELEMENT_BYTES = {  # of weights whose efficiency is a share of what HBM and arit
 }
 PRODUCTS = {"splitk_gemm.cu", "tiled_gemm.cu", "unpack.cu"}
 # Files of native/ with the kernels that sweeps launch: of every model, and of mixtures.
-LAUNCHED = {*PRODUCTS, "normalize.cu", "splitk_flash_attn.cu", "select_token.cu"}
+LAUNCHED = {
+    *PRODUCTS, "normalize.cu", "list_items.cu", "splitk_flash_attn.cu", "select_token.cu",
+}  # fmt: skip
 LAUNCHED_OF_MIXTURES = {
     "normalize.cu", "route.cu", "permute.cu", "grouped_splitk.cu", "grouped_tiled.cu",
 }  # fmt: skip
