@@ -13,7 +13,7 @@ from dakrun.engine.staging import Staging
 from dakrun.engine.verify_step import VerifyStep
 from dakrun.kernels.runtime import capture, edge_kinds, graph_edges, programmatic_lead
 
-MAX_PDL_LEAD = 1  # from embed to a norm; the first product then waits for both
+MAX_PDL_LEAD = 2  # from list_items to embed, and to a norm; the first product waits for all
 MIN_PDL_EDGES = 2  # per layer: launches that may start before their predecessor kernel ends
 
 Graphs = dict[Bucket, torch.cuda.CUDAGraph]
