@@ -45,10 +45,11 @@ class Mixtures:
 
 SPARSE = Routing(experts=128, top_k=8), Routing(experts=32, top_k=2)
 DENSE = Routing(experts=32, top_k=8), Routing(experts=8, top_k=2)
-# Up to 4 rows of an expert in the mean are SplitK_GEMM's, more are the grouped tiled GEMM's.
+# Up to 4 rows of an expert in the mean are SplitK_GEMM's, more are the grouped tiled GEMM's, whose
+# stages have room for more and more of them.
 MIXTURES = (
-    Mixtures(8, *SPARSE), Mixtures(64, *SPARSE), Mixtures(64, *DENSE), Mixtures(512, *SPARSE),
-    Mixtures(4096, *SPARSE),
+    Mixtures(8, *SPARSE), Mixtures(64, *SPARSE), Mixtures(64, *DENSE),
+    *(Mixtures(rows, *SPARSE) for rows in (512, 1024, 2048, 4096)),
 )  # fmt: skip
 ROUTINGS = SPARSE[0], DENSE[0]  # whose kernels are all that is launched
 
