@@ -11,7 +11,7 @@
 //     list the experts that any row chose, with their first pairs (native/route.cu writes `ends`)
 //     its items: the chosen experts' row blocks in its tier, one expert after the other, are divided
 //       evenly over the tier's CTAs; an item is up to 16 of them (8 where warpgroups take turns) in
-//       one stored group, and up to 8 * TILES rows of the expert
+//       one stored group, or if K is one unit up to 64, and up to 8 * TILES rows of the expert
 //     W producer warp:  for each item, for each stage along K: wait for the congestion window and an
 //                       empty stage; copy W
 //     X producer warp:  wait for the predecessor kernel; for the same stages, copy the rows of X

@@ -129,8 +129,8 @@ struct Chosen {
 
 // The items of a CTA. The row blocks that the chosen experts have in a tier, one expert after the
 // other, are divided evenly into a range for each of the tier's CTAs. An item is row blocks of one
-// expert in one group, and up to kXRows of the expert's rows of X; all rows of X come before the
-// next row blocks. Producers and consumers each run their own copy of the loop.
+// expert in one group, or in any if K is one unit, and up to kXRows of the expert's rows of X; all
+// rows of X come before the next row blocks. Producers and consumers each run their own copy of the loop.
 struct Items {
   const GroupedSplitKArgs& args;
   const Chosen chosen;

@@ -152,7 +152,7 @@ def test_tiers_that_share_ctas_change_no_bit(
 @pytest.mark.parametrize("group", [4, 16])
 @pytest.mark.parametrize("unit", [1, 3])
 def test_no_bit_depends_on_items(unit: int, group: int) -> None:
-    """However many units are an item, or start in a CTA's share."""
+    """However many units are an item, and however many items a CTA has."""
     found = []
     for tiers, sms, items in (((4,), 3, 1), ((4,), 1, 3), ((3, 1), SMS, 2), ((4,), 2, 100)):
         case = Case((640, 63, 64, 330), 2, group, 64)

@@ -23,7 +23,7 @@ def test_edges_ahead_of_the_first_full_one_are_counted() -> None:
     assert programmatic_lead(chain("ppfpf")) == 2
     branch = [Edge(9, 2, False), Edge(9, 8, True)]
     assert programmatic_lead([*chain("pfpp"), *branch]) == 1
-    # embed, first product, attention without a full edge: the step must not be captured
+    # list_items, embed, first product, attention without a full edge: the step must not be captured
     assert programmatic_lead(chain("pppp")) > MAX_PDL_LEAD
 
 

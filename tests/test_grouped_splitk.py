@@ -190,6 +190,8 @@ def test_a_k_of_one_unit(layout: Quantised, rows: int, run: Any, kernel_device: 
         matrix = matrix_of(5, m, 128, (5 * m // 8,), kernel_device, layout, torch.bfloat16)
         found, exact = run(choices, matrix, 5, kernel_device)
         assert error(found, exact) < 1e-2
+        few = run(choices, matrix, 5, kernel_device, tier_ctas=(3,))[0]  # items of whole experts
+        assert few.equal(found)
         two = (5 * m // 8 - 21, 21)
         other = matrix_of(5, m, 128, two, kernel_device, layout, torch.bfloat16)
         assert run(choices, other, 5, kernel_device)[0].equal(found)

@@ -49,7 +49,8 @@ Bucket = tuple[int, ...]  # number of rows by the tier of their slots
 class StepRows(NamedTuple):
     """Tokens of a step's rows, which may share a pass with prompts.
 
-    `ids` and `positions` are int32 [n]; `attend` makes attention that writes to heads [n, Hq * D].
+    `ids` and `positions` are int32 [n]; `attend` makes attention that writes to heads [n, Hq * D],
+    and launches what it needs: call it ahead of the pass's first product.
     """
 
     ids: torch.Tensor
@@ -157,7 +158,7 @@ class DecodeStep:
     def attention(self, bucket: Bucket, heads: torch.Tensor | None = None) -> Attend:
         """Attention of the rows of a prepared bucket; `heads` [rows, Hq * D] takes the output.
 
-        Launches what all layers need, which must end before the first product of the step starts.
+        Launches list_items(), which must end before the first product of the step starts.
         """
         n = sum(bucket)
         out = self._heads[:n] if heads is None else heads

@@ -93,6 +93,6 @@ class StepGraphs:
         pdl, others = edge_kinds(self.plain[bucket])
         minimum = MIN_PDL_EDGES * self._backend.model.config.num_layers
         assert pdl >= minimum, f"expected {minimum} PDL edges, got {pdl}, {others} others"
-        # Attention reads lengths and block tables before its PDL wait (native/README.md).
+        # Attention reads lengths, block tables and its list of items before its PDL wait.
         lead = programmatic_lead(graph_edges(self.plain[bucket]))
         assert lead <= MAX_PDL_LEAD, f"expected a full edge behind embed, got {lead} PDL"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dakrun.errors import UsageError
-from dakrun.geometry import KERNEL_TARGETS
+from dakrun.geometry import ATTENTION_RING_BYTES, KERNEL_TARGETS
 
 MIN_SHARED_BYTES = 99 * 1024  # of a CTA, which the kernels need
 DRIVER_BYTES = 1024  # of an SM's shared memory, which the driver keeps for each CTA
@@ -137,6 +137,11 @@ class Card:
     def ring_bytes(self) -> int:
         """Shared memory for the ring of a CTA that shares an SM with those of other launches."""
         return self.shared_bytes_per_sm // self.ctas_per_sm - DRIVER_BYTES - BARRIER_BYTES
+
+    @property
+    def attention_ring_bytes(self) -> int:
+        """Shared memory for the ring of a CTA of decode attention."""
+        return min(ATTENTION_RING_BYTES, self.ring_bytes)
 
     def with_idle(self, ctas: int) -> int:
         """CTAs of a launch of `ctas`, idle ones included, which keep SMs from the next launch.

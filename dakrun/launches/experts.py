@@ -27,7 +27,8 @@ from dakrun.units import ceil_div
 MAX_EXPERTS = 512  # of a layer
 STAGE_ATOMS = 2  # along K of a stage, at most, for up to two tiles of X; else the least
 STAGE_BYTES = 20 * 1024  # of W in a stage, at most, unless its least atoms have more
-ONE_UNIT_ROW_BLOCKS = 64  # of an item, at most, if K is one unit
+# Of an item, at most, if K is one unit; and bytes of a stage, unless a group has more.
+ONE_UNIT_ROW_BLOCKS, ONE_UNIT_BYTES = 64, 36 * 1024
 X_PADDING = 16  # bytes of a row of X in a stage
 LIST_BYTES = 8  # of an expert in the list of those that were chosen
 ALIGN = 128  # bytes, of W and of X in a stage
@@ -194,9 +195,10 @@ def grouped_config(
         rows, experts=experts, top_k=top_k, atom_bytes=atom_bytes, spread=spread
     )
     x_atoms = STAGE_ATOMS if x_tiles <= 2 else unit_atoms(atom_bytes)
-    sizes = [
-        min(split.height, ONE_UNIT_ROW_BLOCKS) if one_unit else split.group for split in splits
-    ]
+    sizes = [split.group for split in splits]
+    if one_unit:  # several stages have to fit
+        most = min(ONE_UNIT_ROW_BLOCKS, ONE_UNIT_BYTES // (atom_bytes * unit_atoms(atom_bytes)))
+        sizes = [max(split.group, min(split.height, most)) for split in splits]
     group = max(sizes)
     depth = _depth(group, x_atoms, atom_bytes)
     w, x = atom_bytes * group * depth, 8 * x_tiles * (2 * ATOM_COLS * x_atoms + X_PADDING)

@@ -94,7 +94,7 @@ def _attention_sms(tier: RemoteTier, profile: HardwareProfile) -> int:
     if is_windowed(tier, profile.card):
         return tier.sms
     needed = profile.kernel_model.attention_ring_factor * bytes_in_flight(tier, profile)
-    return math.ceil(needed / profile.card.ring_bytes)
+    return math.ceil(needed / profile.card.attention_ring_bytes)
 
 
 def _is_tiled(op: Op, profile: HardwareProfile, counts: Sequence[int]) -> bool:
@@ -186,7 +186,7 @@ def _attention_times(
     parts: Sequence[tuple[RemoteTier, int, int]],
     profile: HardwareProfile,
 ) -> tuple[float, float]:
-    """`read_times` of attention, whose CTAs take short chunks of slots as they become free.
+    """`read_times` of attention, whose CTAs get about as many blocks each, in short items.
 
     `slot` is in bytes; `sms` read the local `slots`. `parts` are the remote tiers, with the slots
     and the SMs of each.

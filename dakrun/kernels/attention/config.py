@@ -22,13 +22,11 @@ from dakrun.units import ceil_div
 CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to combine
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
-# From so many heads on, those of a chunk's blocks are one split: an H200 reads 32 slots of 8 heads
-# with 2,048 positions at 91% of HBM's rate, in two splits at 87%.
+# With so many KV heads in the cache, a head of up to CHUNK_BLOCKS[0] blocks is one split: an H200
+# reads 32 slots of 8 heads with 2,048 positions at 91% of HBM's rate, in two splits each at 87%
+# (bench --kernel attention --case 32:32/8:2048, 2026-11-29, ahead of 0e7b8e3a).
 WHOLE_HEADS = 256
 FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
-# Of a CTA's ring, at most: with more in flight, HBM delivers less. With 7 stages of 16 KiB an H200
-# read KV of 8,192 positions at 4,260 GB/s, with 6 and with 5 at 4,330, with 4 at 4,230.
-RING_BYTES = 96 << 10
 LONE_BYTES = 1024  # beyond a ring's shared memory, with which a CTA keeps others off its SM
 MAX_WINDOW = 4  # of a finite window, in stages: two tasks pending per warp, each of keys and values
 
@@ -121,8 +119,7 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], reach[mixed:], strict=True)
     ]
-    ring = min(RING_BYTES, card.ring_bytes)
-    stages = min(ATTENTION_MAX_STAGES, ring // stage_bytes(shape))
+    stages = min(ATTENTION_MAX_STAGES, card.attention_ring_bytes // stage_bytes(shape))
 
     def window(tier: TierAccess, count: int) -> int:
         """Stages that each of `count` CTAs of `tier` keeps in flight."""

@@ -62,12 +62,13 @@ class _Args(ctypes.Structure):
 
 @dataclass(frozen=True)
 class AttentionWorkspace:
-    """Partial results of splits and chunks: one workspace for all launches of a stream.
+    """Partial results and work items: one workspace for all launches of a stream.
 
     `partials` is float32 [slots * Hkv * splits * chunks * group * (D + 4)] or more, `arrivals`
     int32 [slots * Hkv * (group + splits)] or more, zero between launches. `items`, int32
     [slots * Hkv * splits, 2] or more, are what list_items() writes, local slots twice if they have
-    spilled blocks; `counts`, int32 [tiers], their numbers.
+    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the lengths and the config of
+    the last list_items().
     """
 
     partials: torch.Tensor
@@ -114,7 +115,6 @@ def list_items(
     *,
     prefixes: PrefixAttention | None = None,
     spilled: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> None:
     """List the work items of slots of `lengths` (int32 [B]) in `workspace`, once for all layers.
 
@@ -142,7 +142,7 @@ def list_items(
     args.tiers[:] = _tiers(config)
     macros = _list_defines(prefixes=prefixes is not None, reads_spilled=config.reads_spilled)
     kernel = jit.kernel(LIST_SOURCE, "list_items", macros)
-    kernel.launch(len(config.slots), ROW_THREADS, args, pdl=pdl)
+    kernel.launch(len(config.slots), ROW_THREADS, args)
 
 
 def splitk_flash_attn(
@@ -279,7 +279,7 @@ def _check_spilled(
 
 @functools.cache
 def _spread_step(slots: int) -> int:
-    """Stride of visits to `slots` that spreads the consecutive slots of each tier evenly.
+    """Stride in which `slots` are listed that spreads the consecutive slots of each tier evenly.
 
     The number closest to slots / golden ratio that is coprime to `slots`.
     """

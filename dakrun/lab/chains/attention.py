@@ -49,6 +49,8 @@ class AttentionChains(Chains):
         )
 
         list_items(lengths, config, workspace)
+        if self.device.type == "cuda":  # a launch reads the list before its PDL wait
+            torch.cuda.synchronize(self.device)
 
         def launch(number: int) -> None:
             splitk_flash_attn(

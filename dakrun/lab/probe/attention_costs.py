@@ -121,6 +121,8 @@ def _attention(
     sets = [BlockTables.of_slots(some, shape) for some in starts.view(-1, count)]
 
     list_items(lengths, config, workspace)
+    if memory.is_cuda:  # a launch reads the list before its PDL wait
+        torch.cuda.synchronize(memory.device)
 
     def launch(number: int) -> None:
         splitk_flash_attn(
