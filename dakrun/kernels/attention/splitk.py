@@ -67,8 +67,8 @@ class AttentionWorkspace:
     `partials` is float32 [slots * Hkv * splits * chunks * group * (D + 4)] or more, `arrivals`
     int32 [slots * Hkv * (group + splits)] or more, zero between launches. `items`, int32
     [slots * Hkv * splits, 2] or more, are what list_items() writes, local slots twice if they have
-    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the lengths and the config of
-    the last list_items().
+    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the lengths and the config
+    of the last list_items().
     """
 
     partials: torch.Tensor
