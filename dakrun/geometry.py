@@ -77,7 +77,7 @@ PASS_SIZES = (8, 16, 32, 64, 128, 192, 256, *range(384, GRAPHED_TOKENS + 1, 128)
 # Other kernels
 BANDWIDTH_MAX_SOURCES = 10  # readers of one launch
 BANDWIDTH_MAX_STAGES = 64
-ELEMENTWISE_THREADS = 256  # per CTA of embed, store_kv and unpack
+ELEMENTWISE_THREADS = 256  # per CTA of embed, store_kv, unpack and list_items
 UNPACK_ATOMS = 4  # atoms per warp of unpack
 ROW_THREADS = 1024  # per CTA of select_token; the maximum per CTA of normalize
 NORMALIZE_SHARING_COLS = CHUNK * ROW_THREADS  # of rows up to which CTAs of normalize share an SM

@@ -9,7 +9,7 @@
 #include "splitk_flash_attn.cuh"
 
 using ListItemsArgs = SplitKFlashAttnArgs;
-constexpr int kListThreads = ROW_THREADS;
+constexpr int kListThreads = ELEMENTWISE_THREADS;
 constexpr int kBins = 256;  // of sizes, and threads that add up how many items are in each
 
 extern "C" __global__ void __launch_bounds__(kListThreads)

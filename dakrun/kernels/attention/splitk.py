@@ -16,11 +16,11 @@ from dakrun.geometry import (
     ATTENTION_PARTIAL_EXTRA,
     ATTENTION_WARPS,
     ATTENTION_WARPS_LARGE_GROUP,
+    ELEMENTWISE_THREADS,
     HEAD_DIMS,
     KV_BLOCK,
     MAX_GROUP_HEADS,
     MAX_TIERS,
-    ROW_THREADS,
 )
 from dakrun.kernels.attention.cascade import PrefixAttention
 from dakrun.kernels.attention.config import AttentionConfig
@@ -142,7 +142,7 @@ def list_items(
     args.tiers[:] = _tiers(config)
     macros = _list_defines(prefixes=prefixes is not None, reads_spilled=config.reads_spilled)
     kernel = jit.kernel(LIST_SOURCE, "list_items", macros)
-    kernel.launch(len(config.slots), ROW_THREADS, args)
+    kernel.launch(len(config.slots), ELEMENTWISE_THREADS, args)
 
 
 def splitk_flash_attn(
