@@ -124,9 +124,9 @@ struct Producer {
           dealt++;
           if (lane == warp) {
             slot = items.slot, head = items.head, split = items.split, chunk = items.chunk;
-            splits = items.items.layout.splits, blocks = items.items.layout.blocks;
+            splits = items.head_items.layout.splits, blocks = items.head_items.layout.blocks;
             chunks = items.chunks, splits_left = items.item_splits;
-            before = items.items.before, first = before + items.first_block(), number = 0;
+            before = items.head_items.before, first = before + items.first_block(), number = 0;
             count = splits_left > 1 ? split_end() - first : items.block_count();
             rows = items.length - first * kBlock;
             entry = items.table + first, block = *entry;

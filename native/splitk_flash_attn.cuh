@@ -197,9 +197,9 @@ struct WorkItems {
   int own_length = 0;
   int slot = 0, head = 0, split = 0, chunk = 0;
   int length = 0;        // cached positions of the slot
-  HeadItems items = {};  // of each head of the slot
+  HeadItems head_items = {};  // of each head of the slot
   int item_splits = 1;
-  int first = 0, count = 0;         // blocks of the item's splits, counted from items.before on
+  int first = 0, count = 0;         // blocks of the item's splits, counted from head_items.before on
   int chunks = 1;                   // of the split
   const uint64_t* table = nullptr;  // of the slot
 
@@ -232,12 +232,12 @@ struct WorkItems {
     length = __shfl_sync(0xffffffff, own_length, round % 32);
     const uint32_t of_head = __shfl_sync(0xffffffff, own.head << 16 | own.number, round % 32);
     head = of_head >> 16;
-    items = HeadItems(args, slot, length, tier);
-    split = items.range.begin + (of_head & 0xffff) * args.item_splits;
-    item_splits = min(args.item_splits, items.range.end - split);
-    first = items.layout.first_block(split);
-    count = items.layout.first_block(split + item_splits) - first;
-    chunks = items.layout.chunks(args, split);
+    head_items = HeadItems(args, slot, length, tier);
+    split = head_items.range.begin + (of_head & 0xffff) * args.item_splits;
+    item_splits = min(args.item_splits, head_items.range.end - split);
+    first = head_items.layout.first_block(split);
+    count = head_items.layout.first_block(split + item_splits) - first;
+    chunks = head_items.layout.chunks(args, split);
     table = table_of(args, slot);
   }
 
