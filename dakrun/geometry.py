@@ -54,10 +54,12 @@ TILED_MIN_OUTPUT_BLOCKS = 3  # minimum of such blocks per warp
 
 # SplitK_FlashAttn
 ATTENTION_MAX_STAGES = 16
-# Of a CTA's ring, at most: with more in flight, HBM delivers less. With 7 stages of 16 KiB an H200
-# read KV of 8,192 positions at 4,260 GB/s, with 6 and with 5 at 4,330, with 4 at 4,230 (bench
-# --kernel attention --case 64:32/8:8192, 2026-11-29, ahead of 885ced30).
+# Of a CTA's ring at most, where heads may have ATTENTION_LONG_BLOCKS: with more in flight, HBM
+# delivers less. Shorter heads need more of them under way. With 7 stages of 16 KiB an H200 read
+# 32 slots of 2,048 positions at 93.0% of HBM's rate, 64 of 8,192 at 94.2%; with 6 at 91.4%, 94.5%
+# (bench --kernel attention --case 32:32/8:2048, 2026-11-29, ahead of the commit).
 ATTENTION_RING_BYTES = 96 << 10
+ATTENTION_LONG_BLOCKS = 64  # KV blocks of a head
 ATTENTION_WARPS = 7  # warps of a CTA that compute, for up to 8 query heads per KV head
 ATTENTION_WARPS_LARGE_GROUP = 3  # the same for more query heads, which need more registers
 ATTENTION_MAX_SPLITS = 128  # splits of one KV head of a slot, each of one CTA

@@ -89,7 +89,7 @@ struct NewToken {
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task,
                                        int position) {
     row = position % kBlock;
-    cached = reinterpret_cast<uint8_t*>(table_of(args, task.slot)[position / kBlock] +
+    cached = reinterpret_cast<uint8_t*>(entries_of(args, table_of(args, task.slot))[position / kBlock] +
                                         head_offset(args, task.head)) +
              row * kRowBytes;
     const int64_t at = task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM;

@@ -6,6 +6,7 @@
 // A KV block to attend to, posted by the producer warp for one attention warp.
 struct Task {
   int slot, first;  // negative slot: no more tasks; first block of the item's current part
+  int length;       // cached positions of the slot
   uint16_t head, split, splits;  // KV head, split, number of splits of the head
   uint16_t number, count;        // index of the block from `first` on, and their number
   uint8_t chunk, chunks;         // chunk, number of chunks of the split
@@ -94,7 +95,7 @@ struct Producer {
   int blocks, splits_left;        // blocks of the head; splits of the item still to be copied
   int before = 0;                 // blocks of the slot before them
   int first, number, count = 0;   // current part: first block, next block, blocks
-  int rows;                       // cached positions from the next block on
+  int length;                     // cached positions of the slot
   const uint64_t* entry;          // of the next block in the slot's block table
   uint64_t block;                 // the entry's address, loaded one block ahead
   int64_t offset;                 // of the head in the block
@@ -116,20 +117,20 @@ struct Producer {
 #pragma unroll 1
       for (int warp = 0; warp < kWarps; warp++) {
         if (at_a_time > kWarps && issued + 2 > min(kWarps + 1, ring.stages)) {
-          at_a_time = items_at_a_time(items, dealt);
+          at_a_time = items_at_a_time(dealt + items.left());
         }
         if (__shfl_sync(0xffffffff, count, warp) == 0) {
           if (items.done() || __popc(__ballot_sync(0xffffffff, count > 0)) >= at_a_time) continue;
           items.locate();
           dealt++;
           if (lane == warp) {
-            slot = items.slot, head = items.head, split = items.split, chunk = items.chunk;
-            splits = items.head_items.layout.splits, blocks = items.head_items.layout.blocks;
-            chunks = items.chunks, splits_left = items.item_splits;
-            before = items.head_items.before, first = before + items.first_block(), number = 0;
+            const ListedItem& listed = items.listed;
+            slot = listed.slot, head = listed.head, split = listed.split, chunk = items.chunk;
+            splits = listed.splits, blocks = listed.blocks, before = listed.before;
+            chunks = items.chunks, splits_left = listed.item_splits, length = listed.length;
+            first = items.first_block(), number = 0, entry = items.entry(first);
             count = splits_left > 1 ? split_end() - first : items.block_count();
-            rows = items.length - first * kBlock;
-            entry = items.table + first, block = *entry;
+            block = chunk == 0 ? items.block : *entry;
             offset = head_offset(items.args, head);
           }
           items.next();
@@ -149,15 +150,12 @@ struct Producer {
   }
 
  private:
-  // Items to have under way at a time, of `items` after the `dealt` ones: each round of warps gets
-  // about as many. The last of 8 items would else have a single warp, whose tasks pending are too
-  // few to read at the CTA's share of HBM's rate. Of many items the last round matters little.
-  __device__ __forceinline__ static int items_at_a_time(WorkItems items, int dealt) {
-#pragma unroll 1
-    for (; dealt <= kEvenRounds * kWarps && !items.done(); dealt++)
-      items.locate(), items.next();
-    const int rounds = (dealt + kWarps - 1) / kWarps;
-    return rounds > kEvenRounds ? kWarps : (dealt + rounds - 1) / rounds;
+  // Items to have under way at a time, of `all`: each round of warps gets about as many. The last
+  // of 8 items would else have a single warp, whose tasks pending are too few to read at the CTA's
+  // share of HBM's rate. Of many items the last round matters little.
+  __device__ __forceinline__ static int items_at_a_time(int all) {
+    const int rounds = (all + kWarps - 1) / kWarps;
+    return rounds > kEvenRounds ? kWarps : (all + rounds - 1) / rounds;
   }
 
   // Post the next task, once the warp is done with the one kTaskDepth tasks before.
@@ -168,8 +166,8 @@ struct Producer {
     }
     const int index = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
     Task& task = ring.shared.tasks[index];
-    task.slot = slot, task.first = first, task.head = head, task.split = split,
-    task.splits = splits;
+    task.slot = slot, task.first = first, task.length = length;
+    task.head = head, task.split = split, task.splits = splits;
     task.number = number, task.count = count, task.chunk = chunk, task.chunks = chunks;
     task.splits_left = splits_left;
     task.k_stage = fill.stage, task.v_stage = values.stage;
@@ -181,14 +179,13 @@ struct Producer {
     post_task(values);
     const int index = threadIdx.x % 32 * kTaskDepth + tasks_posted % kTaskDepth;
     const uint32_t parity = tasks_posted / kTaskDepth % 2;
-    const uint32_t bytes = min(rows, kBlock) * kRowBytes;
+    const uint32_t bytes = min(length - (first + number) * kBlock, kBlock) * kRowBytes;
     const auto* const from = reinterpret_cast<const uint8_t*>(block + offset);
     load(fill, from, bytes, ring.k_barrier[index], parity, issued);
     load(values, from + kHalfBytes, bytes, ring.v_barrier[index], parity, issued + 1);
     before_last = last;
     last.issued = issued + 1, last.at = values;
     tasks_posted++;
-    rows -= kBlock;
     if (++number == count) {
       first += count, number = count = 0;
       if (--splits_left > 0) split++, count = split_end() - first;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void prefetch_first_item(const SplitKFlashAttnArgs& a
   wait_barrier(ring.task_barrier[first], 0);
   const int slot = ring.shared.tasks[first].slot;
   if (slot < 0) return;
-  const float2* const rotations = rotations_of(args, args.lengths[slot]);
+  const float2* const rotations = rotations_of(args, ring.shared.tasks[first].length);
   if (rotations && 2 * lane < HEAD_DIM / 2) ptx::touch(rotations + 2 * lane);
   constexpr int kSectors = HEAD_DIM / 16;  // of 32 bytes, which a touch fetches
   if (kHeadNorms && lane < 2 * kSectors)
@@ -62,7 +62,7 @@ struct WarpAttention {
   __device__ __forceinline__ void attend_block(const SplitKFlashAttnArgs& args, const Ring& ring,
                                                const Task& task, int number, uint32_t parity) {
     const bool begins = task.number == 0, arrives = arrives_for_warp();
-    if (begins) length = args.lengths[task.slot] + 1;
+    if (begins) length = task.length + 1;
     const int valid = length - (task.first + task.number) * kBlock;
     const bool has_new = valid <= kBlock;
     NewToken token;

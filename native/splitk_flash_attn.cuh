@@ -39,10 +39,16 @@ struct Tier {
   int slot_step;  // stride, modulo their number, in which slots are listed
 };
 
-// Splits of a KV head of a slot that a CTA takes together.
-struct ListedItem {
-  int slot;
-  uint16_t head, number;  // of the head's items, each of `item_splits` splits
+// A split of a KV head of a slot that a CTA takes, or several of its splits together. It says all
+// that leads to their blocks: short items follow one another faster than it is computed.
+struct __align__(16) ListedItem {
+  int slot, table;  // the slot's block table
+  int length;       // cached positions of the slot
+  int first;        // the item's first block
+  uint16_t head, split;     // KV head; the first of its splits
+  uint16_t splits, count;   // of the head; the item's blocks
+  uint16_t blocks, before;  // that the head's splits have, and those before them
+  uint16_t item_splits, unused;
 };
 
 struct SplitKFlashAttnArgs {
@@ -88,89 +94,20 @@ __device__ __forceinline__ int swizzle_of(int row) {
   return row % 8 * kSwizzle / 8;
 }
 
-// Leading KV blocks of a slot, not empty, to which attention is computed before.
-__device__ __forceinline__ int prefix_blocks_of(const SplitKFlashAttnArgs& args, int slot) {
-  return kPrefixes ? args.prefix_blocks[slot] : 0;
+// The number of a slot's block table.
+__device__ __forceinline__ int table_of(const SplitKFlashAttnArgs& args, int slot) {
+  return args.table_of == nullptr ? slot : args.table_of[slot];
 }
 
-// The block table of a slot.
-__device__ __forceinline__ const uint64_t* table_of(const SplitKFlashAttnArgs& args, int slot) {
-  const int number = args.table_of == nullptr ? slot : args.table_of[slot];
-  return args.tables + static_cast<int64_t>(number) * args.table_blocks;
+// The entries of a block table.
+__device__ __forceinline__ const uint64_t* entries_of(const SplitKFlashAttnArgs& args, int table) {
+  return args.tables + static_cast<int64_t>(table) * args.table_blocks;
 }
 
 // Offset of a KV head's part from the address of a block.
 __device__ __forceinline__ int64_t head_offset(const SplitKFlashAttnArgs& args, int head) {
   return args.layer_offset + head * args.head_bytes;
 }
-
-// How the blocks of a KV head are divided: into as few splits as split_blocks allows, each of one
-// CTA, and a split into chunks of about equal size, each of one warp. A warp's work item is a
-// chunk, or several whole splits, each with a softmax of its own.
-struct SplitLayout {
-  int blocks, splits;
-
-  SplitLayout() = default;
-  __device__ __forceinline__ SplitLayout(const SplitKFlashAttnArgs& args, int blocks)
-      : blocks(blocks), splits(ceil_div(blocks, args.split_blocks)) {}
-
-  __device__ __forceinline__ int first_block(int split) const {
-    return split == 0 ? 0 : split * blocks / splits;
-  }
-  __device__ __forceinline__ int block_count(int split) const {
-    return first_block(split + 1) - first_block(split);
-  }
-  // The first split that starts at or after `block`.
-  __device__ __forceinline__ int split_from(int block) const {
-    return (block * splits + blocks - 1) / blocks;
-  }
-  __device__ __forceinline__ int chunks(const SplitKFlashAttnArgs& args, int split) const {
-    return min(kWarps, ceil_div(block_count(split), args.chunk_blocks));
-  }
-
- private:
-  // A divisor that the compiler can track would keep its reciprocal in a register throughout.
-  __device__ __forceinline__ static int ceil_div(int blocks, int divisor) {
-    if (blocks <= divisor) return blocks > 0;
-    const int other = ptx::opaque(divisor);
-    return (blocks + other - 1) / other;
-  }
-};
-
-// The splits of a slot's layout that CTAs of a tier read: all, or of a local slot with
-// spilled blocks those that start in the tier. The layout is of the blocks from `before` on.
-struct SplitRange {
-  int begin = 0, end = 0;
-
-  SplitRange() = default;
-  __device__ __forceinline__ SplitRange(const SplitKFlashAttnArgs& args, const SplitLayout& layout,
-                                        int slot, int before, int tier)
-      : end(layout.splits) {
-    if (!kSpilled || end == 0 || slot >= args.tiers[1].first_slot) return;
-    const int spilled = max(0, min(layout.blocks, args.spilled_blocks[slot] - before));
-    const int border = layout.split_from(spilled);
-    if (tier == 0) begin = border;
-    if (tier > 0) end = border;
-  }
-};
-
-// Splits that are one item together: up to args.item_splits of a head, of those in the tier.
-struct HeadItems {
-  SplitLayout layout;  // of the blocks from `before` on
-  SplitRange range;
-  int before, count;
-
-  HeadItems() = default;
-  // Of each head of a slot of `length` cached positions.
-  __device__ __forceinline__ HeadItems(const SplitKFlashAttnArgs& args, int slot, int length,
-                                       int tier)
-      : before(length < 0 ? 0 : prefix_blocks_of(args, slot)) {
-    layout = SplitLayout(args, length < 0 ? 0 : length / kBlock + 1 - before);
-    range = SplitRange(args, layout, slot, before, tier);
-    const int splits = range.end - range.begin;
-    count = args.item_splits == 1 ? splits : (splits + args.item_splits - 1) / args.item_splits;
-  }
-};
 
 // The tiers' lists. CTAs of the first remote tier may read blocks of local slots, too (kSpilled).
 struct TierItems {
@@ -188,36 +125,39 @@ struct TierItems {
 
 // Iterator over the work items of a CTA. CTAs take those of their tier's list, the largest first,
 // in rounds of alternating direction: so all get about as many blocks, whatever the slots' lengths.
-// A lane knows the item of one of 32 rounds, so that finding the next one delays no copy.
+// A lane knows the listed item of one of 32 rounds, and the address of its first block.
 struct WorkItems {
   const SplitKFlashAttnArgs& args;
-  const int tier, cta, ctas;
-  int round = 0, number, all;  // of the list's items
-  ListedItem own = {};         // of the lane
-  int own_length = 0;
-  int slot = 0, head = 0, split = 0, chunk = 0;
-  int length = 0;        // cached positions of the slot
-  HeadItems head_items = {};  // of each head of the slot
-  int item_splits = 1;
-  int first = 0, count = 0;         // blocks of the item's splits, counted from head_items.before on
-  int chunks = 1;                   // of the split
-  const uint64_t* table = nullptr;  // of the slot
+  const ListedItem* const list;
+  const int cta, ctas, all;  // of the tier: CTAs, and listed items
+  int round = 0, number;     // of the listed item
+  ListedItem own = {};       // of the lane
+  int own_chunks = 0;
+  uint64_t own_block = 0;
+  ListedItem listed = {};
+  int chunk = 0, chunks = 1;  // of its split; one where it has several splits
+  uint64_t block = 0;         // address of its first block
 
   // Called by all lanes of a warp, like locate().
   __device__ __forceinline__ WorkItems(const SplitKFlashAttnArgs& args, int tier)
       : args(args),
-        tier(tier),
+        list(TierItems(args, tier).list),
         cta(args.order.number() - args.tiers[tier].first_cta),
         ctas(args.tiers[tier + 1].first_cta - args.tiers[tier].first_cta),
-        number(cta),
-        all(args.item_counts[tier]) {}
+        all(args.item_counts[tier]),
+        number(cta) {}
 
   __device__ __forceinline__ bool done() const { return number >= all; }
   __device__ __forceinline__ int first_block() const {
-    return chunks == 1 ? first : first + chunk * count / chunks;
+    return chunk == 0 ? listed.first : listed.first + chunk * listed.count / chunks;
   }
   __device__ __forceinline__ int block_count() const {
-    return chunks == 1 ? count : first + (chunk + 1) * count / chunks - first_block();
+    return chunks == 1 ? listed.count
+                       : listed.first + (chunk + 1) * listed.count / chunks - first_block();
+  }
+  // Of the slot's block table.
+  __device__ __forceinline__ const uint64_t* entry(int block) const {
+    return entries_of(args, listed.table) + block;
   }
   __device__ __forceinline__ void next() {
     if (++chunk < chunks) return;
@@ -228,17 +168,16 @@ struct WorkItems {
   __device__ __forceinline__ void locate() {
     if (chunk > 0) return;
     if (round % 32 == 0) fetch();
-    slot = __shfl_sync(0xffffffff, own.slot, round % 32);
-    length = __shfl_sync(0xffffffff, own_length, round % 32);
-    const uint32_t of_head = __shfl_sync(0xffffffff, own.head << 16 | own.number, round % 32);
-    head = of_head >> 16;
-    head_items = HeadItems(args, slot, length, tier);
-    split = head_items.range.begin + (of_head & 0xffff) * args.item_splits;
-    item_splits = min(args.item_splits, head_items.range.end - split);
-    first = head_items.layout.first_block(split);
-    count = head_items.layout.first_block(split + item_splits) - first;
-    chunks = head_items.layout.chunks(args, split);
-    table = table_of(args, slot);
+    const int lane = round % 32;
+    block = __shfl_sync(0xffffffff, own_block, lane);
+    chunks = __shfl_sync(0xffffffff, own_chunks, lane);
+    listed = shuffled(own, lane);
+  }
+  // Items from this one on, of the first 32 rounds. Call it in one of these, after a locate().
+  __device__ __forceinline__ int left() const {
+    const int lane = threadIdx.x % 32;
+    const int here = lane < round % 32 ? 0 : lane == round % 32 ? own_chunks - chunk : own_chunks;
+    return __reduce_add_sync(0xffffffff, here);
   }
 
  private:
@@ -247,9 +186,29 @@ struct WorkItems {
   }
   __device__ __forceinline__ void fetch() {
     const int number = number_in(round + threadIdx.x % 32);
+    own_chunks = 0;
     if (number >= all) return;
-    own = TierItems(args, tier).list[number];
-    own_length = args.lengths[own.slot];
-    ptx::prefetch(table_of(args, own.slot));
+    own = list[number];
+    own_block = entries_of(args, own.table)[own.first];
+    own_chunks =
+        own.item_splits > 1 ? 1 : min(kWarps, (own.count + args.chunk_blocks - 1) / args.chunk_blocks);
+  }
+  // A lane's item, for all lanes.
+  __device__ __forceinline__ static ListedItem shuffled(const ListedItem& item, int lane) {
+    const uint32_t heads = item.head << 16 | item.split, splits = item.splits << 16 | item.count,
+                   blocks = item.blocks << 16 | item.before;
+    ListedItem found;
+    found.slot = __shfl_sync(0xffffffff, item.slot, lane);
+    found.table = __shfl_sync(0xffffffff, item.table, lane);
+    found.length = __shfl_sync(0xffffffff, item.length, lane);
+    found.first = __shfl_sync(0xffffffff, item.first, lane);
+    const uint32_t of_heads = __shfl_sync(0xffffffff, heads, lane);
+    const uint32_t of_splits = __shfl_sync(0xffffffff, splits, lane);
+    const uint32_t of_blocks = __shfl_sync(0xffffffff, blocks, lane);
+    found.item_splits = __shfl_sync(0xffffffff, static_cast<int>(item.item_splits), lane);
+    found.head = of_heads >> 16, found.split = of_heads & 0xffff;
+    found.splits = of_splits >> 16, found.count = of_splits & 0xffff;
+    found.blocks = of_blocks >> 16, found.before = of_blocks & 0xffff;
+    return found;
   }
 };

@@ -1,6 +1,7 @@
 """The work items of SplitK_FlashAttn: each head's splits once, the largest first, for each tier."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -34,21 +35,41 @@ def listed(
     device: str,
     spilled: Sequence[int] | None = None,
 ) -> list[list[tuple[int, int, int]]]:
-    """(slot, KV head, number) of each tier's items, in their order."""
+    """(slot, KV head, number among the head's items) of each tier's items, in their order.
+
+    A head's items must have consecutive splits and blocks.
+    """
     workspace = AttentionWorkspace.empty([config], 1, torch.device(device))
     workspace.items.fill_(-1)
     numbers = torch.tensor(lengths, dtype=torch.int32, device=device)
+    tables = torch.arange(len(lengths), dtype=torch.int32, device=device).flip(0)
     leading = None if spilled is None else torch.tensor(spilled, dtype=torch.int32, device=device)
-    list_items(numbers, config, workspace, spilled=leading)
+    list_items(numbers, config, workspace, table_of=tables, spilled=leading)
     found, first = [], 0
     for tier, count in enumerate(config.slots):
         items = int(workspace.counts[tier])
         some = workspace.items[first : first + items].cpu()
-        found.append([(slot, both & 0xFFFF, both >> 16) for slot, both in some.tolist()])
+        found.append(_numbered(some, lengths))
         more = config.slots[0] if config.reads_spilled and tier == 1 else 0
         first += (count + more) * HEADS * config.max_splits
         assert (workspace.items[first - 1] == -1).all() or items == first
     return found
+
+
+def _numbered(items: torch.Tensor, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    by_head = defaultdict(list)
+    for slot, table, length, first, head, splits, blocks, together in items.tolist():
+        assert table == len(lengths) - 1 - slot and length == lengths[slot]
+        assert blocks & 0xFFFF == lengths[slot] // KV_BLOCK + 1 and blocks >> 16 == 0
+        by_head[slot, head & 0xFFFF].append((head >> 16, first, splits >> 16, together, blocks))
+    for parts in by_head.values():
+        parts.sort()
+        assert len({blocks for *_, blocks in parts}) == 1
+        for (split, first, count, together, _), after in itertools.pairwise(parts):
+            assert after[:2] == (split + together, first + count)
+    order = {key: [split for split, *_ in parts] for key, parts in by_head.items()}
+    heads = [(slot, head & 0xFFFF, head >> 16) for slot, *_, head, _, _, _ in items.tolist()]
+    return [(slot, head, order[slot, head].index(split)) for slot, head, split in heads]
 
 
 def sizes(lengths: Sequence[int], config: AttentionConfig) -> dict[tuple[int, int, int], int]:

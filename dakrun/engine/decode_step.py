@@ -166,7 +166,7 @@ class DecodeStep:
             return partial(self._attend_from_tiles, self._tiles, out)
         config = self._configs[bucket]
         list_items(
-            self.lengths[:n], config, self._workspace,
+            self.lengths[:n], config, self._workspace, table_of=self.slots[:n],
             prefixes=self._prefixes if self.cascades else None,
             spilled=self.spilled[:n] if config.reads_spilled else None,
         )  # fmt: skip

@@ -140,7 +140,7 @@ class Card:
 
     @property
     def attention_ring_bytes(self) -> int:
-        """Shared memory for the ring of a CTA of decode attention."""
+        """Shared memory for the ring of a CTA of decode attention with long heads."""
         return min(ATTENTION_RING_BYTES, self.ring_bytes)
 
     def with_idle(self, ctas: int) -> int:

@@ -94,6 +94,10 @@ T __reduce_max_sync(uint32_t, T value) {
   return reduced(value, [](T a, T b) { return std::max(a, b); });
 }
 template <class T>
+T __reduce_add_sync(uint32_t, T value) {
+  return reduced(value, [](T a, T b) { return a + b; });
+}
+template <class T>
 T __reduce_min_sync(uint32_t, T value) {
   return reduced(value, [](T a, T b) { return std::min(a, b); });
 }

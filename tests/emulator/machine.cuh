@@ -25,7 +25,7 @@
 namespace emulator {
 
 constexpr uint32_t kStatic = 1 << 20;  // address of shared arrays of fixed size
-constexpr size_t kFixed = 16 * 1024;   // bytes of all of them in a CTA
+constexpr size_t kFixed = 48 * 1024;   // bytes of all of them in a CTA
 constexpr size_t kGuard = 64 * 1024;   // bytes behind shared memory that must stay unwritten
 constexpr int kCtaShift =
     24;  // bits from here up in shared::cluster addresses: rank of the CTA, plus 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dakrun.geometry import (
+    ATTENTION_LONG_BLOCKS,
     ATTENTION_MAX_SPLITS,
     ATTENTION_MAX_STAGES,
     ATTENTION_WARPS,
@@ -23,7 +24,8 @@ CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to com
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
 # With so many KV heads in the cache, a head of up to CHUNK_BLOCKS[0] blocks is one split: an H200
-# reads 32 slots of 8 heads with 2,048 positions at 91% of HBM's rate, in two splits each at 87%
+# reads 32 slots of 8 heads with 2,048 positions at 93% of HBM's rate; in two splits each at 87%, by
+# an earlier kernel at 91%
 # (bench --kernel attention --case 32:32/8:2048, 2026-11-29, ahead of 0e7b8e3a).
 WHOLE_HEADS = 256
 FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
@@ -119,7 +121,9 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], reach[mixed:], strict=True)
     ]
-    stages = min(ATTENTION_MAX_STAGES, card.attention_ring_bytes // stage_bytes(shape))
+    is_long = shape.blocks >= ATTENTION_LONG_BLOCKS
+    ring = card.attention_ring_bytes if is_long else card.ring_bytes
+    stages = min(ATTENTION_MAX_STAGES, ring // stage_bytes(shape))
 
     def window(tier: TierAccess, count: int) -> int:
         """Stages that each of `count` CTAs of `tier` keeps in flight."""

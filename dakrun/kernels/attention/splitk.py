@@ -66,9 +66,9 @@ class AttentionWorkspace:
 
     `partials` is float32 [slots * Hkv * splits * chunks * group * (D + 4)] or more, `arrivals`
     int32 [slots * Hkv * (group + splits)] or more, zero between launches. `items`, int32
-    [slots * Hkv * splits, 2] or more, are what list_items() writes, local slots twice if they have
-    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the lengths and the config
-    of the last list_items().
+    [slots * Hkv * splits, 8] or more, are what list_items() writes, local slots twice if they have
+    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the lengths, block tables
+    and config of the last list_items().
     """
 
     partials: torch.Tensor
@@ -89,7 +89,7 @@ class AttentionWorkspace:
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(arrivals, dtype=torch.int32, device=device),
-            torch.empty(items, 2, dtype=torch.int32, device=device),
+            torch.empty(items, 8, dtype=torch.int32, device=device),
             torch.zeros(MAX_TIERS, dtype=torch.int32, device=device),
         )
 
@@ -113,6 +113,7 @@ def list_items(
     config: AttentionConfig,
     workspace: AttentionWorkspace,
     *,
+    table_of: torch.Tensor | None = None,
     prefixes: PrefixAttention | None = None,
     spilled: torch.Tensor | None = None,
 ) -> None:
@@ -123,11 +124,16 @@ def list_items(
     Raises ValueError if an operand has the wrong shape, dtype or device.
     """
     _check_spilled(config, lengths, spilled)
-    rows: dict[str, operands.Wanted] = {"lengths": (lengths, (sum(config.slots),), torch.int32)}
+    slots = (sum(config.slots),)
+    rows: dict[str, operands.Wanted] = {
+        "lengths": (lengths, slots, torch.int32),
+        "table_of": (lengths if table_of is None else table_of, slots, torch.int32),
+    }
     operands.check_operands(lengths.device, rows)
     operands.check_gpu(lengths.device)
     _check_items(config, workspace)
     args = _Args(
+        table_of=operands.address(table_of),
         lengths=lengths.data_ptr(),
         items=workspace.items.data_ptr(),
         item_counts=workspace.counts.data_ptr(),
