@@ -116,7 +116,6 @@ extern "C" __global__ void __launch_bounds__(kListThreads)
     places[thread] = sum - own;
     if (thread == kBins - 1) args.item_counts[tier] = sum;
   }
-  __syncthreads();
   // As many slots as threads at a time: a thread finds the places of a slot's items, and warps
   // list them, several warps those of a slot where there are few slots.
   for (int begin = 0; begin < of.slots; begin += kListThreads) {

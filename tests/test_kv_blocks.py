@@ -123,9 +123,8 @@ def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
     tiers = (TierAccess(), TierAccess(8, window))
     config = attention_config(KVShape(8, 128, 2048), slots, tiers, card=H200)
     assert config.ctas == ctas
-    assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(
-        window, 8 * 96 * 1024
-    )
+    ring = config.stages * stage_bytes(config.shape)
+    assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(window, 8 * ring)
     uneven = replace(H200, even_waves=False)
     kept = attention_config(KVShape(8, 128, 2048), slots, tiers, card=uneven)
     assert kept.ctas == (132 - 8 if slots[0] else 0, 8), "all SMs of the tier"
