@@ -89,9 +89,8 @@ struct NewToken {
   __device__ __forceinline__ void load(const SplitKFlashAttnArgs& args, const Task& task,
                                        int position) {
     row = position % kBlock;
-    cached = reinterpret_cast<uint8_t*>(entries_of(args, table_of(args, task.slot))[position / kBlock] +
-                                        head_offset(args, task.head)) +
-             row * kRowBytes;
+    const uint64_t block = entries_of(args, table_of(args, task.slot))[position / kBlock];
+    cached = reinterpret_cast<uint8_t*>(block + head_offset(args, task.head)) + row * kRowBytes;
     const int64_t at = task.slot * args.stride + static_cast<int64_t>(task.head) * HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {

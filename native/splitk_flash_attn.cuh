@@ -46,8 +46,10 @@ struct __align__(16) ListedItem {
   int length;       // cached positions of the slot
   int first;        // the item's first block
   uint16_t head, split;     // KV head; the first of its splits
-  uint16_t splits, count;   // of the head; the item's blocks
-  uint16_t blocks, before;  // that the head's splits have, and those before them
+  uint16_t splits, count;   // of the head; the item's blocks (MAX_SPLIT_BLOCKS)
+  // That the head's splits have, and those before them. Only for items of several splits: fewer
+  // than 65,536.
+  uint16_t blocks, before;
   uint16_t item_splits, unused;
 };
 
@@ -190,8 +192,8 @@ struct WorkItems {
     if (number >= all) return;
     own = list[number];
     own_block = entries_of(args, own.table)[own.first];
-    own_chunks =
-        own.item_splits > 1 ? 1 : min(kWarps, (own.count + args.chunk_blocks - 1) / args.chunk_blocks);
+    const int chunks_of_split = (own.count + args.chunk_blocks - 1) / args.chunk_blocks;
+    own_chunks = own.item_splits > 1 ? 1 : min(kWarps, chunks_of_split);
   }
   // A lane's item, for all lanes.
   __device__ __forceinline__ static ListedItem shuffled(const ListedItem& item, int lane) {

@@ -155,6 +155,7 @@ def test_mixed_tiers_share_the_local_ctas(
         (32, 512, 32, 32), (17, 448, 32, 32), (33, 256, 32, 32), (17, 255, 8, 8),
         (2048, 8, 128, 32), (32, 8, 4, 4), (32, 64, 16, 4),
         (32, 128, 32, 8), (1, 9, 4, 4), (128, 100, 16, 16), (20_000, 1, 157, 157),
+        (65_536, 128, 32_768, 512),
     ],
 )  # fmt: skip
 def test_units_and_parts_leave_items_for_all(blocks: int, heads: int, unit: int, part: int) -> None:

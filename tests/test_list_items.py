@@ -3,6 +3,8 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from cards import H200
@@ -34,36 +36,50 @@ def listed(
     config: AttentionConfig,
     device: str,
     spilled: Sequence[int] | None = None,
+    prefixes: Sequence[int] | None = None,
 ) -> list[list[tuple[int, int, int]]]:
     """(slot, KV head, number among the head's items) of each tier's items, in their order.
 
-    A head's items must have consecutive splits and blocks.
+    A head's items must have consecutive splits and blocks, and without spilled blocks all that
+    are behind its prefix.
     """
     workspace = AttentionWorkspace.empty([config], 1, torch.device(device))
     workspace.items.fill_(-1)
     numbers = torch.tensor(lengths, dtype=torch.int32, device=device)
     tables = torch.arange(len(lengths), dtype=torch.int32, device=device).flip(0)
     leading = None if spilled is None else torch.tensor(spilled, dtype=torch.int32, device=device)
-    list_items(numbers, config, workspace, table_of=tables, spilled=leading)
+    shared: Any = None
+    if prefixes is not None:
+        blocks = torch.tensor(prefixes, dtype=torch.int32, device=device)
+        shared = SimpleNamespace(blocks=blocks)
+    list_items(numbers, config, workspace, table_of=tables, spilled=leading, prefixes=shared)
     found, first = [], 0
     for tier, count in enumerate(config.slots):
         items = int(workspace.counts[tier])
         some = workspace.items[first : first + items].cpu()
-        found.append(_numbered(some, lengths))
+        before = prefixes or [0] * len(lengths)
+        found.append(_numbered(some, lengths, before, whole=spilled is None))
         more = config.slots[0] if config.reads_spilled and tier == 1 else 0
         first += (count + more) * HEADS * config.max_splits
         assert (workspace.items[first - 1] == -1).all() or items == first
     return found
 
 
-def _numbered(items: torch.Tensor, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+def _numbered(
+    items: torch.Tensor, lengths: Sequence[int], before: Sequence[int], *, whole: bool
+) -> list[tuple[int, int, int]]:
     by_head = defaultdict(list)
     for slot, table, length, first, head, splits, blocks, together in items.tolist():
         assert table == len(lengths) - 1 - slot and length == lengths[slot]
-        assert blocks & 0xFFFF == lengths[slot] // KV_BLOCK + 1 and blocks >> 16 == 0
+        assert blocks & 0xFFFF == lengths[slot] // KV_BLOCK + 1 - before[slot]
+        assert blocks >> 16 == before[slot]
         by_head[slot, head & 0xFFFF].append((head >> 16, first, splits >> 16, together, blocks))
-    for parts in by_head.values():
+    for (slot, _), parts in by_head.items():
         parts.sort()
+        if whole:
+            count = sum(count for _, _, count, _, _ in parts)
+            assert parts[0][:2] == (0, before[slot])
+            assert count == lengths[slot] // KV_BLOCK + 1 - before[slot]
         assert len({blocks for *_, blocks in parts}) == 1
         for (split, first, count, together, _), after in itertools.pairwise(parts):
             assert after[:2] == (split + together, first + count)
@@ -107,6 +123,13 @@ def test_many_slots(kernel_device: str) -> None:
     of_each = sizes(lengths, config)
     assert len(items) == len(of_each) and set(items) == set(of_each)
     assert of_each[items[0]] == max(of_each.values()) and of_each[items[-1]] == 1
+
+
+def test_blocks_of_a_prefix_are_in_no_item(kernel_device: str) -> None:
+    lengths, prefixes = [3000, 1500, -1, 4000], [20, 0, 3, 62]
+    config = config_of((4,), 4096)
+    (items,) = listed(lengths, config, kernel_device, prefixes=prefixes)
+    assert {slot for slot, _, _ in items} == {0, 1, 3}
 
 
 def test_nothing_to_list(kernel_device: str) -> None:

@@ -271,7 +271,8 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         experts
         and router
-        and (experts.rows, router.rows) == ((1, 4, 16, 32, 256), (8, 64, 512, 4096))
+        and (experts.rows, router.rows)
+        == ((1, 4, 16, 32, 64, 128, 256), (8, 64, 512, 1024, 2048, 4096))
     )
     assert 0.6 < experts.efficiency[0] < 1 and 1e-6 < experts.seconds[0] < 10e-6
     assert 3e-6 < router.seconds[0] < 15e-6

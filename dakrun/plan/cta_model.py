@@ -90,7 +90,10 @@ def sms_by_tier(
 
 
 def _attention_sms(tier: RemoteTier, profile: HardwareProfile) -> int:
-    """SMs whose rings hold the bytes in flight that `tier`'s link needs; all with a window."""
+    """SMs whose rings hold the bytes in flight that `tier`'s link needs; all with a window.
+
+    Rings are those for long heads.
+    """
     if is_windowed(tier, profile.card):
         return tier.sms
     needed = profile.kernel_model.attention_ring_factor * bytes_in_flight(tier, profile)

@@ -24,12 +24,12 @@ CHUNK_BLOCKS = (32, 16, 8, 4)  # sizes of a chunk; shorter ones cost more to com
 ITEMS = 512  # work items wanted at least: about four per SM of a large GPU
 SPLITS = 128  # of all heads: about one per SM of a large GPU
 # With so many KV heads in the cache, a head of up to CHUNK_BLOCKS[0] blocks is one split: an H200
-# reads 32 slots of 8 heads with 2,048 positions at 93% of HBM's rate; in two splits each at 87%, by
-# an earlier kernel at 91%
-# (bench --kernel attention --case 32:32/8:2048, 2026-11-29, ahead of 0e7b8e3a).
+# read 32 slots of 8 heads with 2,048 positions at 91% of HBM's rate, in two splits each at 87%
+# (bench --kernel attention --case 32:32/8:2048, 2026-11-29, ahead of 0e7b8e3a; at a51b4f75 at 93%).
 WHOLE_HEADS = 256
 FULL = 0.85  # fraction of SPLITS from which one long split per SM beats many short ones
 LONE_BYTES = 1024  # beyond a ring's shared memory, with which a CTA keeps others off its SM
+MAX_SPLIT_BLOCKS = 2**15  # a listed item counts its blocks in 16 bits
 MAX_WINDOW = 4  # of a finite window, in stages: two tasks pending per warp, each of keys and values
 
 
@@ -168,7 +168,7 @@ def split_sizes(blocks: int, heads: int) -> tuple[int, int, int]:
     chunk = max(next(enough, CHUNK_BLOCKS[-1]), ceil_div(blocks, ATTENTION_MAX_SPLITS))
     splits = SPLITS // heads
     if splits * heads >= FULL * SPLITS:
-        return max(chunk, ceil_div(blocks, splits)), chunk, 1
+        return min(MAX_SPLIT_BLOCKS, max(chunk, ceil_div(blocks, splits))), chunk, 1
     items = heads * ceil_div(blocks, chunk)
     return chunk, chunk, max(1, min(CHUNK_BLOCKS[0] // chunk, int(items / (FULL * ITEMS))))
 

@@ -32,6 +32,7 @@ from dakrun.kernels.runtime.operands import CtaOrder
 from dakrun.units import ceil_div
 
 SOURCE, LIST_SOURCE = "splitk_flash_attn.cu", "list_items.cu"
+ITEM_INTS = 8  # of ListedItem in native/splitk_flash_attn.cuh
 
 
 class _Tier(ctypes.Structure):
@@ -67,8 +68,8 @@ class AttentionWorkspace:
     `partials` is float32 [slots * Hkv * splits * chunks * group * (D + 4)] or more, `arrivals`
     int32 [slots * Hkv * (group + splits)] or more, zero between launches. `items`, int32
     [slots * Hkv * splits, 8] or more, are what list_items() writes, local slots twice if they have
-    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the lengths, block tables
-    and config of the last list_items().
+    spilled blocks; `counts`, int32 [tiers], their numbers. They are for the operands of the last
+    list_items().
     """
 
     partials: torch.Tensor
@@ -89,7 +90,7 @@ class AttentionWorkspace:
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(arrivals, dtype=torch.int32, device=device),
-            torch.empty(items, 8, dtype=torch.int32, device=device),
+            torch.empty(items, ITEM_INTS, dtype=torch.int32, device=device),
             torch.zeros(MAX_TIERS, dtype=torch.int32, device=device),
         )
 
@@ -119,8 +120,9 @@ def list_items(
 ) -> None:
     """List the work items of slots of `lengths` (int32 [B]) in `workspace`, once for all layers.
 
-    Operands are as for splitk_flash_attn(), whose launches read the list before they wait for their
-    predecessor: this launch must have ended when they begin.
+    Operands are those of splitk_flash_attn(), whose launches take the slots' lengths, the numbers
+    of their block tables and their spilled blocks from the list. They read it before they wait for
+    their predecessor: this launch must have ended when they begin.
     Raises ValueError if an operand has the wrong shape, dtype or device.
     """
     _check_spilled(config, lengths, spilled)
@@ -181,11 +183,12 @@ def splitk_flash_attn(
     Scores are q k^T times `scale`. With `rotations`, float32 [positions, D / 2, 2] of cosines and
     sines, q and k are rotated first (RoPE, half-split as in Llama). With `prefixes`, whose launch
     for the same rows came before, the leading KV blocks that rows share are not read again.
-    list_items() for the same operands came before, with the same `workspace`.
+    list_items() for the same operands, also the values in them, came before, with the same
+    `workspace`.
     `spilled`, int32 [B], is for a config that reads_spilled: the number of leading KV blocks of
     each local slot that lie in the first remote tier. `head_norms` are applied to q and k before
     they are rotated; not with `prefixes`, whose queries are to be normalized before.
-    With `pdl` the launch may start before its predecessor ends; it then reads tables, lengths and
+    With `pdl` the launch may start before its predecessor ends; it then reads tables, the list and
     cached positions, which no kernel still running may write.
     Raises ValueError if an operand has the wrong shape, dtype, device or strides.
     """
@@ -348,7 +351,7 @@ def _check_operands(
 
 
 def _check_items(config: AttentionConfig, workspace: AttentionWorkspace) -> None:
-    if len(workspace.items) < (items := _item_count(config)):
+    if workspace.items.numel() < ITEM_INTS * (items := _item_count(config)):
         raise ValueError(f"expected a workspace with room for {items} items or more")
 
 
