@@ -23,7 +23,7 @@ from click.testing import Result as Ended
 from dakrun.cli import main
 from dakrun.config import ModelConfig
 from dakrun.errors import CannotRun, GpuFailed, OutOfGpuMemory
-from dakrun.hardware import LOCAL, Card, load_profile
+from dakrun.hardware import LOCAL, Card, load_profile, profile_text
 from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.chain import Launch
 from dakrun.lab.evaluate import Scope, evaluate
@@ -187,6 +187,19 @@ def test_a_figure_alone(tmp_path: Path) -> None:
     figure, points, *profile_notes = ended.stderr.splitlines()
     assert re.fullmatch(r"fig9: \d+ points", figure) and points.endswith("points predicted now")
     assert not profile_notes
+
+
+def test_predictions_are_not_kept_for_the_next_run(tmp_path: Path) -> None:
+    """Its profile may say something else under the same name."""
+    profile, found = load_profile("gh200"), []
+    for rate in (profile.hbm_bytes_per_s, 0.5 * profile.hbm_bytes_per_s):
+        path = tmp_path / "gh200.toml"
+        path.write_text(profile_text(replace(profile, hbm_bytes_per_s=rate)))
+        ended = run("--predict", "--profile", path, "--quick", "--only", "fig9", "-o", tmp_path)
+        assert ended.exit_code == 0, ended.stderr
+        with (tmp_path / "fig9.csv").open() as file:
+            found.append([float(row["seconds"] or 0) for row in csv.DictReader(file)])
+    assert any(after > 1.1 * before for before, after in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

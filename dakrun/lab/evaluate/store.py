@@ -23,7 +23,8 @@ RESULT_FIELDS = tuple(of.name for of in fields(Result))
 class Store:
     """The results in `folder` that were found on `machine`, a text, by runs as `quick`.
 
-    Those that are to be tried `again` do not count. `others` are machines of other results there.
+    Those that are to be tried `again` do not count, nor predictions: a profile of the same name or
+    another version may predict otherwise. `others` are machines of other results there.
     """
 
     def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
@@ -69,7 +70,7 @@ class Store:
                     self.others.add(line["machine"])
                 elif line.get("quick", False) == self.quick:
                     result = Result(**line["result"])
-                    if not result.again:
+                    if not (result.again or result.source == "predicted"):
                         self.results[line["key"]] = result
                         self._origins[line["key"]] = line.get("date"), line.get("commit")
             except (ValueError, KeyError, TypeError):
