@@ -254,7 +254,8 @@ def test_a_quick_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     jit._kernel.cache_clear()
     jit._module.cache_clear()
     profile, measurements = measure_gpu("quick", QUICK)
-    compiled = [path.name for path in folder.iterdir() if not path.name.startswith("bandwidth-")]
+    others = "bandwidth-", "copy_blocks-"  # the second by card_of(), for a process's first caller
+    compiled = [path.name for path in folder.iterdir() if not path.name.startswith(others)]
     assert len(compiled) == len(ahead), "all of them ahead, and no more"
     assert parse_profile(profile_text(profile), source="quick") == profile
     assert (profile.device, profile.device_name) == ("cuda", gpu_name())
