@@ -191,7 +191,7 @@ def test_a_peer_changes_no_bit(model: tuple[Path, PreTrainedModel]) -> None:
         wanted = greedy(llm, given)
         ops = llm.report()["ops"]
         assert all(op["measured_s"] for op in ops if not op["name"].startswith("project"))
-    with load(path, 8, profile, remote=("peer",), offload_ratio=0.05, transport="direct") as llm:
+    with load(path, 8, profile, remote=("peer",), offload_ratio=0.02, transport="direct") as llm:
         assert any(op.mixed(1) for op in llm.plan.ops)
         assert greedy(llm, given) == wanted, "by all SMs"
     for policy, tiers in (
