@@ -78,7 +78,7 @@ def test_products_take_time_for_each_element(shape: tuple[int, int], n: int) -> 
     """Of more than 8 rows, K has a say, too, which the plan leaves out."""
     for kind, us in zip(LAYOUTS, PRODUCTS[shape, n], strict=True):
         found = product_us(kind, shape, n, H200)
-        assert found == pytest.approx(us, rel=0.09 if n <= 8 else 0.14), kind
+        assert found == pytest.approx(us, rel=0.10 if n <= 8 else 0.14), kind
 
 
 @pytest.mark.parametrize("kind", H100_PRODUCTS)

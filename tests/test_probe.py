@@ -404,7 +404,7 @@ def test_the_sizes_of_the_machine() -> None:
     found = dict(facts(dataclasses.replace(profile, facts=more)))
     assert (found["SMs"], found["HBM"], found["L2"]) == ("132", "139.80 GiB", "60.00 MiB")
     assert found["shared memory per SM"] == "228.00 KiB"
-    assert found["host memory that can be page-locked"] == "124.95 GiB"
+    assert found["host memory that can be page-locked"] == "124.37 GiB"
     assert found["PCIe"] == "PCIe 5.0 x16" and found["NVLink"].startswith("NVLink 4, 18 links")
     assert {"NUMA", "torch", "CUDA"} <= set(found)
     assert "NVLink" not in dict(facts(profile))

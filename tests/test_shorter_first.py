@@ -258,7 +258,7 @@ def test_a_run_gets_more_slots_for_its_blocks() -> None:
     config, _ = find_model("llama-3-8b", "auto", "dummy")
     profile = load_profile("h200-pcie5")
     run, workload = ragged_run(2000)
-    policy = Policy(hbm_budget=22 << 30)
+    policy = Policy(hbm_budget=20 << 30)
     chosen = choose_batch_size(config, workload, profile, policy, run=run)
     assert chosen.kept_len is not None and chosen.kept_len == kept_positions(chosen)
     plain = replace(chosen, kept_len=None)
