@@ -54,13 +54,13 @@ TILED_MIN_OUTPUT_BLOCKS = 3  # minimum of such blocks per warp
 
 # SplitK_FlashAttn
 ATTENTION_MAX_STAGES = 16
-# Of a CTA's ring at most, where it reads ATTENTION_LONG_BLOCKS: with more in flight, HBM delivers
-# less. Fewer blocks need more of them under way. With 6 and 7 stages of 16 KiB an H200 read 64
-# slots of 2,048 positions at 93.7% and 93.0% of HBM's rate, 16 of 8,192 at 92.1% and 91.3%; 32 of
-# 2,048 at 91.8% and 93.2%, and 128 of 1,040 with 32 KV heads at 94.5% and 95.8% (bench --kernel
-# attention --case 64:32/8:2048 and so on, 2026-11-29).
+# Of a CTA's ring at most, where heads are long: with more in flight, HBM delivers less. Shorter
+# heads need more under way, however many there are. With 6 and 7 stages of 16 KiB an H200 read 64
+# slots of 2,048 positions and 8 KV heads at 93.7% and 93.0% of HBM's rate, 16 of 8,192 at 92.1% and
+# 91.3%; but 32 of 2,048 at 91.8% and 93.2%, and 128 of 1,040 with 32 KV heads at 94.5% and 95.8%
+# (bench --kernel attention --case 64:32/8:2048 and so on, 2026-11-29, at f1c93cfd).
 ATTENTION_RING_BYTES = 96 << 10
-ATTENTION_LONG_BLOCKS = 64  # KV blocks of a head, or of two where each CTA has two
+ATTENTION_LONG_BLOCKS = 64  # KV blocks of a head, or of two where each SM has two to read
 ATTENTION_WARPS = 7  # warps of a CTA that compute, for up to 8 query heads per KV head
 ATTENTION_WARPS_LARGE_GROUP = 3  # the same for more query heads, which need more registers
 ATTENTION_MAX_SPLITS = 128  # splits of one KV head of a slot, each of one CTA

@@ -151,14 +151,18 @@ def test_tiers_that_share_ctas_change_no_bit(
 
 @pytest.mark.parametrize("group", [4, 16])
 @pytest.mark.parametrize("unit", [1, 3])
-def test_no_bit_depends_on_items(unit: int, group: int) -> None:
-    """However many units are an item, and however many items a CTA has."""
+def test_no_bit_depends_on_items_or_stages(unit: int, group: int) -> None:
+    """However many units are an item, however many items a CTA has, however long its ring is."""
     found = []
-    for tiers, sms, items in (((4,), 3, 1), ((4,), 1, 3), ((3, 1), SMS, 2), ((4,), 2, 100)):
+    for tiers, sms, items, stages in (
+        ((4,), 3, 1, 14), ((4,), 1, 3, 12), ((3, 1), SMS, 2, 7), ((4,), 2, 100, 2),
+    ):  # fmt: skip
         case = Case((640, 63, 64, 330), 2, group, 64)
+        plain = case.config(tiers, sms=sms)
         config = dataclasses.replace(
-            case.config(tiers, sms=sms), split_blocks=unit, chunk_blocks=unit, item_splits=items
-        )
+            plain, split_blocks=unit, chunk_blocks=unit, item_splits=items, stages=stages,
+            windows=tuple(min(window, stages) for window in plain.windows),
+        )  # fmt: skip
         slots = case.slots()
         found.append(case.run(config, slots))
         case.check(found[-1], slots, 1e-3)

@@ -110,6 +110,20 @@ def test_how_it_is_launched(
 
 
 @pytest.mark.parametrize(
+    ("slots", "positions", "stages"),
+    [
+        (64, 2048, 6), (33, 2048, 6), (32, 2048, 7), (64, 1984, 7), (1, 4096, 6), (64, 4096, 6),
+        (512, 1040, 7),
+    ],
+)  # fmt: skip
+def test_long_heads_have_shorter_rings(slots: int, positions: int, stages: int) -> None:
+    """Of 64 blocks, or of 32 where there are two heads for each SM, by the slots of the launch."""
+    shape = KVShape(8, 128, positions)
+    config = attention_config(shape, [slots], [TierAccess()], card=H200, capacity=512)
+    assert config.stages == config.windows[0] == stages
+
+
+@pytest.mark.parametrize(
     ("slots", "window", "ctas"),
     [
         ((63, 1), 2**18, (128, 4)), ((63, 1), 2**20, (124, 8)), ((62, 2), 2**18, (124, 8)),

@@ -121,7 +121,8 @@ def attention_config(
         min(sms if tier.sms is None else tier.sms, count * shape.kv_heads)
         for tier, count in zip(tiers[1:], reach[mixed:], strict=True)
     ]
-    is_long = shape.blocks * (2 if heads >= 2 * sms else 1) >= ATTENTION_LONG_BLOCKS
+    in_turn = 2 if sum(slots) * shape.kv_heads >= 2 * sms else 1  # heads that each SM reads
+    is_long = in_turn * shape.blocks >= ATTENTION_LONG_BLOCKS
     ring = card.attention_ring_bytes if is_long else card.ring_bytes
     stages = min(ATTENTION_MAX_STAGES, ring // stage_bytes(shape))
 
