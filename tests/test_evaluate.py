@@ -207,6 +207,7 @@ def test_predictions_are_not_kept_for_the_next_run(tmp_path: Path) -> None:
     [
         (("--only", "fig8,fig99"), 2, "no figure is called 'fig99'", "name any of fig8, "),
         (("--budget", "10"), 2, "'10' is not a time like 90s", "--help"),
+        (("--predict", "--budget", "1min"), 2, "--budget is a time for measuring", "seconds"),
         (("--rival", "flexgen"), 2, "'flexgen' is not one of", "--help"),
         (("--rival", "vllm"), 2, "--rival vllm and --vllm-python need each other", "python of an"),
         (("--vllm-python", sys.executable), 2, "need each other", "in which vllm is installed"),

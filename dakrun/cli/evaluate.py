@@ -89,7 +89,7 @@ class Duration(click.ParamType):
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Folder for index.html, the same as tables.md and a CSV for each figure, and run.json. "
-    "Points there are kept.",
+    "Points measured there are kept.",
 )
 def evaluate(
     *,
@@ -117,6 +117,11 @@ def evaluate(
     from dakrun.lab.probe.run import measured_device
     from dakrun.plan import Policy
 
+    if predict and budget is not None:
+        raise UsageError(
+            "--budget is a time for measuring; --predict measures nothing",
+            hint="leave one of them out: predictions of a model take seconds",
+        )
     kinds = _figures(only)
     named = _names(models)
     tiny = not predict and measured_device(device) == "cpu"

@@ -1,4 +1,4 @@
-"""Results on disk: points.jsonl, to which each result is appended, a CSV for each figure, run.json.
+"""Results on disk: points.jsonl, of measured ones, a CSV for each figure, run.json.
 
 A measured result survives a crash of the machine; a torn last line is ignored.
 """
@@ -23,8 +23,8 @@ RESULT_FIELDS = tuple(of.name for of in fields(Result))
 class Store:
     """The results in `folder` that were found on `machine`, a text, by runs as `quick`.
 
-    Those that are to be tried `again` do not count, nor predictions: a profile of the same name or
-    another version may predict otherwise. `others` are machines of other results there.
+    Those that are to be tried `again` do not count. Predictions are not kept on disk: the profile
+    may change under its name, or dakrun. `others` are machines of other results there.
     """
 
     def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
@@ -38,14 +38,14 @@ class Store:
 
     def add(self, point: Point, result: Result) -> None:
         """Keep `result` of `point`, on disk before this returns if it was measured."""
-        known = {name: value for name, value in asdict(result).items() if value is not None}
         date = datetime.date.today().isoformat()
-        run = {"machine": self.machine, "quick": self.quick, "date": date, "commit": self._commit}
-        line = {"key": point.key, **run, "result": known}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            if result.source == "measured":  # a sync takes longer than a prediction
+        if result.source == "measured":
+            known = {name: value for name, value in asdict(result).items() if value is not None}
+            by = {"machine": self.machine, "quick": self.quick, "commit": self._commit}
+            line = {"key": point.key, **by, "date": date, "result": known}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
                 os.fsync(file.fileno())
         self.results[point.key] = result
         self._origins[point.key] = date, self._commit
@@ -70,7 +70,7 @@ class Store:
                     self.others.add(line["machine"])
                 elif line.get("quick", False) == self.quick:
                     result = Result(**line["result"])
-                    if not (result.again or result.source == "predicted"):
+                    if result.source == "measured" and not result.again:
                         self.results[line["key"]] = result
                         self._origins[line["key"]] = line.get("date"), line.get("commit")
             except (ValueError, KeyError, TypeError):
