@@ -152,7 +152,7 @@ def test_files_of_quantized_models(format: str) -> None:
 def test_steps_of_a_mixture(rows: int) -> None:
     plan = step("qwen3-30b-a3b", "auto", "bfloat16", rows)
     assert 1e3 * plan.predicted_s == pytest.approx(MIXTURE_STEPS[rows], rel=0.03)
-    assert plan.bound_s < 0.75 * plan.predicted_s
+    assert plan.bound_s < 0.76 * plan.predicted_s
 
 
 @pytest.mark.parametrize("rows", H100_LAYERS)

@@ -49,8 +49,9 @@ TOGETHER = 4
 # By the rows of X that an expert has: the share of the rate of HBM, or of arithmetic, and the bytes
 # of W that an SM takes in a second. With 32 rows and more they are those of the grouped tiled GEMM,
 # copies of rows included. Of layers of Qwen3-30B-A3B: the shares on an H100, with 1 to 4,096 rows,
-# what SMs take on an H200 (profiles/h200-pcie5.toml, costs.experts, 2026-11-29).
-EXPERTS = {1: (0.917, 31.1e9), 4: (0.917, 27.9e9), 32: (0.9, 29.8e9), 256: (0.65, 25.1e9)}
+# what SMs take on an H200 (costs.experts of its profile, 2026-11-29); with 256 rows, where
+# arithmetic is the limit, as with 32.
+EXPERTS = {1: (0.917, 31.3e9), 4: (0.917, 27.9e9), 32: (0.9, 29.8e9), 256: (0.65, 29.8e9)}
 EXPERTS_S = 5.3e-6  # of a product, besides W: from the router's list to the first bytes, and sums
 # The norm and the router of Qwen3-30B-A3B, which nothing overlaps, on an H100; by rows of X.
 ROUTER = {8: 7.6e-6, 64: 13.4e-6, 512: 35.3e-6, 4096: 112e-6}
