@@ -202,6 +202,27 @@ def test_predictions_are_not_kept_for_the_next_run(tmp_path: Path) -> None:
     assert any(after > 1.1 * before for before, after in zip(*found, strict=True))
 
 
+def test_points_planned_by_another_profile_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by one of the same name that says something else: it would place other bytes outside."""
+    profile, path = load_profile("cpu"), tmp_path / "cpu.toml"
+    found = Result(source="measured", seconds=1.0)
+    monkeypatch.setattr(Measurer, "__call__", lambda self, point: found)
+    slower = replace(profile, hbm_bytes_per_s=0.5 * profile.hbm_bytes_per_s)
+    said = list[str]()
+    for by in (profile, slower, profile):
+        path.write_text(profile_text(by))
+        ended = run("--device", "cpu", "--profile", path, "--only", "fig9", "-o", tmp_path)
+        assert ended.exit_code == 0, ended.stderr
+        said.append(ended.stderr)
+    points = len(lines(tmp_path)) // 2
+    for text, new in zip(said, (points, points, 0), strict=True):
+        assert f"{new} of {points} points measured now" in text
+    assert "do not count" not in said[0]
+    assert re.search(r"planned by cpu \(\w{8}\) in \S+ do not count here: this is", said[1])
+
+
 @pytest.mark.parametrize(
     ("args", "code", "said", "hint"),
     [
@@ -304,7 +325,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
 def test_results_of_other_machines_and_damaged_lines_do_not_count(tmp_path: Path) -> None:
     Store(tmp_path, "another").add(STEP, Result(source="measured", seconds=1.0))
     with (tmp_path / "points.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"key": 3}\nnull\n{"machine": "mine", "key": "k", "result": {"x": 1}}\n')
+        file.write('{"key": 3}\nnull\n{"origin": "mine", "key": "k", "result": {"x": 1}}\n')
     assert Store(tmp_path, "mine").results == {}
     assert list(Store(tmp_path, "another").results) == [STEP.key]
     (tmp_path / "run.json").write_text("[", encoding="utf-8")

@@ -110,7 +110,7 @@ def evaluate(
     Measures effective bandwidth and decode steps by offload ratio, ops, links, ablations and other
     programs, and writes DIR/index.html with the paper's claims beside the results; l2 and parts are
     figures of an article on L2. Points that DIR has already are not measured again, but quick and
-    full runs share none.
+    full runs share none, and neither do machines or profiles.
     """
     from dakrun.lab.evaluate import Scope, run
     from dakrun.lab.evaluate.store import Store
@@ -143,9 +143,9 @@ def evaluate(
         vllm_python=vllm_python,
     )
     facts = run.facts(scope, shlex.join(["dakrun", *sys.argv[1:]]))
-    store = Store(output, facts["machine"], quick=quick)
-    if others := ", ".join(sorted(store.others)):
-        eprint(f"points of {others} in {output} do not count here: this is {store.machine}")
+    store = Store(output, run.origin(facts), quick=quick)
+    if others := "; ".join(sorted(store.others)):
+        eprint(f"points of {others} in {output} do not count here: this is {store.origin}")
     with run.finder(scope, store.folder, facts) as (find, known), _bar() as shown:
         done = run.evaluate(scope, kinds, store, find, known, budget_s=budget, **shown)
     left = f"; {done.left} are left for another run" if done.left else ""

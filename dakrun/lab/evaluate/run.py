@@ -4,6 +4,7 @@ Knows the facts of run.json; knows neither how points are measured nor the comma
 """
 
 import datetime
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import dakrun
 from dakrun.errors import GpuFailed
-from dakrun.hardware import LOCAL, why_no_kernels
+from dakrun.hardware import LOCAL, HardwareProfile, profile_text, why_no_kernels
 from dakrun.lab.ceilings import Ceilings
 from dakrun.lab.evaluate.charts import Entry
 from dakrun.lab.evaluate.figures import Figure
@@ -107,7 +108,7 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
             versions |= {"vllm": version(scope.vllm_python) or "not installed"}
     return {
         "machine": machine,
-        "profile": scope.profile.name,
+        "profile": f"{scope.profile.name} ({_digest(scope.profile)})",
         "why_no_kernels": why_no_kernels(scope.profile) if scope.predict else None,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -116,6 +117,19 @@ def facts(scope: Scope, command: str) -> dict[str, Any]:
         **{name: getattr(scope, name) for name in ("remote", "rivals", "quick", "predict")},
         "command": command,
     }
+
+
+def origin(known: Mapping[str, Any]) -> str:
+    """Whose results count in a run with the facts `known`: this machine's by the same profile.
+
+    A profile says where bytes lie and which SMs read them.
+    """
+    return f"{known['machine']}, planned by {known['profile']}"
+
+
+def _digest(profile: HardwareProfile) -> str:
+    """Eight hexadecimal digits that change with what the profile says."""
+    return hashlib.sha256(profile_text(profile).encode()).hexdigest()[:8]
 
 
 @contextmanager
@@ -129,7 +143,8 @@ def finder(
     """
     before = read_run(folder)
     same = before.get("machine") == known["machine"]
-    earlier = before.get("commands", []) if same else []
+    alike = same and before.get("profile") == known["profile"]
+    earlier = before.get("commands", []) if alike else []
     run = {**known, "commands": list(dict.fromkeys([*earlier, known["command"]]))}
     if scope.predict:
         yield (lambda point: predict(point, scope)), run

@@ -21,18 +21,18 @@ RESULT_FIELDS = tuple(of.name for of in fields(Result))
 
 
 class Store:
-    """The results in `folder` that were found on `machine`, a text, by runs as `quick`.
+    """The results in `folder` of one `origin`, a machine and a profile, by runs as `quick`.
 
     Those that are to be tried `again` do not count. Predictions are not kept on disk: the profile
-    may change under its name, or dakrun. `others` are machines of other results there.
+    may change under its name, or dakrun. `others` are the origins of other results there.
     """
 
-    def __init__(self, folder: Path, machine: str, *, quick: bool = False) -> None:
-        self.folder, self.machine, self.quick = folder, machine, quick
+    def __init__(self, folder: Path, origin: str, *, quick: bool = False) -> None:
+        self.folder, self.origin, self.quick = folder, origin, quick
         self._path, self._commit = folder / "points.jsonl", commit()
         folder.mkdir(parents=True, exist_ok=True)
         self.results: dict[str, Result] = {}  # by key
-        self._origins: dict[str, tuple[str | None, str | None]] = {}  # date and commit, by key
+        self._sittings: dict[str, tuple[str | None, str | None]] = {}  # date and commit, by key
         self.others: set[str] = set()
         self._read()
 
@@ -41,18 +41,18 @@ class Store:
         date = datetime.date.today().isoformat()
         if result.source == "measured":
             known = {name: value for name, value in asdict(result).items() if value is not None}
-            by = {"machine": self.machine, "quick": self.quick, "commit": self._commit}
+            by = {"origin": self.origin, "quick": self.quick, "commit": self._commit}
             line = {"key": point.key, **by, "date": date, "result": known}
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         self.results[point.key] = result
-        self._origins[point.key] = date, self._commit
+        self._sittings[point.key] = date, self._commit
 
     def sittings(self, points: Iterable[Point]) -> dict[str, str]:
         """The dates and the commits of the results of `points`."""
-        known = [of for point in points if (of := self._origins.get(point.key))]
+        known = [of for point in points if (of := self._sittings.get(point.key))]
         found = zip(("date", "commit"), zip(*known, strict=True), strict=False)
         return {name: ", ".join(sorted(filter(None, {*of}))) for name, of in found}
 
@@ -66,13 +66,13 @@ class Store:
         for text in whole.splitlines():
             try:
                 line = json.loads(text)
-                if line["machine"] != self.machine:
-                    self.others.add(line["machine"])
+                if line["origin"] != self.origin:
+                    self.others.add(line["origin"])
                 elif line.get("quick", False) == self.quick:
                     result = Result(**line["result"])
                     if result.source == "measured" and not result.again:
                         self.results[line["key"]] = result
-                        self._origins[line["key"]] = line.get("date"), line.get("commit")
+                        self._sittings[line["key"]] = line.get("date"), line.get("commit")
             except (ValueError, KeyError, TypeError):
                 continue  # damaged, or of another version: measured again
 
