@@ -15,9 +15,10 @@ from dakrun.plan import Policy, make_plan
 from dakrun.plan.assemble import cost_placement
 from dakrun.plan.op_costs import StepCosts
 from dakrun.plan.placement import place, slot_candidates
-from dakrun.plan.plan import PrefillPlan, staging_bytes
+from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.planner import climb
 from dakrun.plan.problem import Problem
+from dakrun.plan.staging import staging_bytes
 
 MODEL = known_model("opt-6.7b")
 WORK = Workload(batch_size=16, prompt_len=480, new_tokens=32, max_model_len=512)
@@ -131,7 +132,7 @@ def test_slots_start_from_the_ideal_and_none() -> None:
 def test_buffers_for_staging_are_taken_from_hbm() -> None:
     problem = Problem.of(costs("host"), Policy(hbm_budget=9 * GIB, transport="staged"))
     found = cost_placement(problem, place(problem, (0,)))
-    needed = staging_bytes(found.ops, PrefillPlan())
+    needed = staging_bytes(found.ops, PrefillPlan(), problem.costs.links)
     roomy = problem.with_staging(needed)
     assert needed > 0
     assert problem.caps[0] - roomy.caps[0] == pytest.approx(needed, rel=0.003), "and page tables"

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from dakrun.config import Workload
 from dakrun.hardware import load_profile, shipped_profiles
 from dakrun.models import known_model
-from dakrun.plan import Plan, Policy, PromptGroups, Transport, make_plan, predict_prefill
+from dakrun.plan import (
+    Links,
+    Plan,
+    Policy,
+    PromptGroups,
+    Transport,
+    make_plan,
+    predict_prefill,
+)
 from dakrun.plan.footprint import activation_bytes
-from dakrun.plan.plan import PrefillPlan, staging_bytes
+from dakrun.plan.plan import PrefillPlan
 from dakrun.plan.prefill import PREFILL_LAUNCH_ROWS, pass_seconds, passes
+from dakrun.plan.staging import staging_bytes
 
 GIB = 2**30
 
@@ -171,7 +180,8 @@ def test_passes_have_the_room_that_is_left(spare: int) -> None:
     memory = plan.memory(0)
     assert sum(memory.values()) <= plan.budgets[0]
     assert memory["activations"] >= activation_bytes(model, work, plan.prefill.chunk_tokens)
-    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill)
+    links = Links.of(plan.profile, plan.tiers[1:])
+    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill, links)
     base = replace(plan, prefill=PrefillPlan())
     assert predict_prefill(plan).predicted_s <= predict_prefill(base).predicted_s
 

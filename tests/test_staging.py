@@ -81,9 +81,10 @@ def test_the_first_and_the_last_item_are_apart(count: int) -> None:
     assert first.after is not None and first.after < count - 1
 
 
+@pytest.mark.parametrize("behind", [(), ("1", "3", "5"), ("6",)])
 @pytest.mark.parametrize("together", [1, 60_000])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_passes_find_their_matrices(device: str, together: int) -> None:
+def test_passes_find_their_matrices(device: str, together: int, behind: tuple[str, ...]) -> None:
     """Those that fill the ring anew, and those that find in it what the one before has left."""
     tiers = (Split(2, 2, 1, 64), Split(3, 1, 2, 64), Split(1, 1, 1, 64))
     dense = {f"{i}": normal(48, 128, dtype=torch.float16, device=device) for i in range(7)}
@@ -94,7 +95,7 @@ def test_passes_find_their_matrices(device: str, together: int) -> None:
     together = min(together, ring.numel() // 4)
     groups = grouped([size] * len(staged), together)
     assert len(groups) == (6 if together == 1 else 3)
-    steps = Staging(matrices, staged, ring, together=together)
+    steps = Staging(matrices, staged, ring, together=together, behind=behind)
     prompts = Staging(matrices, staged, ring, together=together, early=False)
     assert sum(map(steps.waits, dense)) == len(groups)
 
@@ -118,3 +119,45 @@ def test_passes_find_their_matrices(device: str, together: int) -> None:
         steps.fill()
         for _ in range(3):
             run(steps)
+
+
+def test_copies_start_behind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a layer while the one before is computed, if the ring has room for two layers.
+
+    With less room some start when they are waited for.
+    """
+    tiers, names = (Split(2, 2, 1, 64), Split(3, 1, 2, 64)), ("qkv", "o", "up", "down")
+    weight = normal(40, 128, dtype=torch.float16, device="cpu")
+    matrices = {f"{layer}.{name}": packed(weight, tiers) for layer in range(5) for name in names}
+    order, size = list(matrices), staged_bytes(matrices["0.qkv"])
+    behind = [name for name in order if name.endswith(".o")]
+    started: list[tuple[str, str]] = []  # each copy, and the matrix that was used next
+    now, copy = "", Staging._copy
+
+    def spy(staging: Staging, number: int) -> None:
+        started.append((order[number], now))
+        copy(staging, number)
+
+    monkeypatch.setattr(Staging, "_copy", spy)
+    for items in (8, 3):
+        ring = torch.empty(items * size, dtype=torch.uint8)
+        staging = Staging(matrices, order, ring, together=1, behind=behind)
+        staging.fill()
+        first = {name for name, _ in started}
+        for _ in range(2):
+            started.clear()
+            now = "begin"
+            staging.begin()
+            for now in order:
+                staging.fetch(now)
+                staging.release(now)
+            now = "end"
+            staging.end()
+        late = {at for _, at in started} - {"begin", *behind, "end"}
+        assert bool(late) == (items == 3)
+        assert {name for name, at in started if at == "end"} <= first
+        if items == 8:
+            ahead = {order.index(name) - order.index(at) for name, at in started if at in behind}
+            assert {n for n in ahead if n > 0} == {4, 5, 6, 7}, "from the next layer's o on"
+        started.clear()
+        now = ""

@@ -4,7 +4,7 @@ Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -35,6 +35,7 @@ from dakrun.plan import (
     OpPlan,
     Plan,
     StepCosts,
+    bytes_ahead,
     kv_positions,
     kv_staging_bytes,
     pass_tokens,
@@ -174,21 +175,28 @@ def _stagings(plan: Plan, backend: KernelBackend) -> tuple[PassStaging, PassStag
         for name, op in remote.items()
         if prefill.stages(op.op.with_rows(largest), op.shares[0])
     ]
-    sizes = [staged_bytes(matrices[name]) for name in {*steps, *prompts}]
+    sizes = {name: staged_bytes(matrices[name]) for name in {*steps, *prompts}}
+    ahead = bytes_ahead(plan.ops, Links.of(plan.profile, plan.tiers[1:]))
     ring = torch.empty(
-        ring_bytes(max(sizes, default=0), sum(sizes)), dtype=torch.uint8, device=backend.like.device
+        ring_bytes(max(sizes.values(), default=0), sum(sizes.values()), ahead),
+        dtype=torch.uint8,
+        device=backend.like.device,
     )
     together = min(STAGED_TOGETHER, ring.numel() // RING_GROUPS)
 
-    def staging(names: list[str], early: bool) -> PassStaging:
+    def staging(names: list[str], *, early: bool, behind: Collection[str] = ()) -> PassStaging:
         few = [name for name in names if not remote[name].op.chances]
-        most = Staging(matrices, names, ring, together=together, early=early) if names else None
-        if few == names:
-            return PassStaging(most, most)
-        some = Staging(matrices, few, ring, together=together, early=early) if few else None
-        return PassStaging(most, some, few_tokens)
 
-    return staging(steps, early=True), staging(prompts, early=False)
+        def of(names: list[str]) -> Staging | None:
+            if not names:
+                return None
+            return Staging(matrices, names, ring, together=together, early=early, behind=behind)
+
+        most = of(names)
+        return PassStaging(most, most) if few == names else PassStaging(most, of(few), few_tokens)
+
+    behind = [layer.o.name for layer in backend.model.layers] if ahead else []
+    return staging(steps, early=True, behind=behind), staging(prompts, early=False)
 
 
 def _few_tokens(plan: Plan) -> int:

@@ -5,7 +5,7 @@ next, those of the next layer and of the next decode step included.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,7 +86,8 @@ class StagingRing:
     the ring. `begin` and `end` enclose the launches of a pass, which may be captured in a CUDA
     graph. With `early` every pass leaves the first items of the next pass in the ring; `fill` does
     so for the first pass, and after others have used the ring. Each of `links` streams copies every
-    `links`-th tensor of an item, so that links work side by side.
+    `links`-th tensor of an item, so that links work side by side. Copies start as there is room
+    for them, or, with `on_call`, when `start` is called, an item is waited for, or the pass ends.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class StagingRing:
         *,
         links: int = 1,
         early: bool = True,
+        on_call: bool = False,
     ) -> None:
         """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into it."""
+        self._on_call = on_call
         self._spans = ring_spans([_item_bytes(item) for item in sources], ring.numel(), early=early)
         self._sources = sources
         self.staged = [
@@ -109,39 +112,44 @@ class StagingRing:
         # Numbers of a pass's copies in their order; the early ones are for the next pass.
         self._order = [*range(len(self._early), len(sources)), *self._early]
         self._next, self._copied = 0, dict[int, list[torch.cuda.Event | None]]()
+        self._freed: int | None = None  # the last item whose readers are launched
 
     def fill(self) -> None:
         """Copy the first items of the next pass, as the previous pass usually does."""
         self._follow()
         for number in self._early:
             self._copy(number)
-        self.end()
+        self._join()
 
     def begin(self) -> None:
         """Start a pass's copies."""
         self._follow()
-        self._next, self._copied = 0, {}
-        self._advance(None)
+        self._next, self._copied, self._freed = 0, {}, None
+        self.start()
 
     def end(self) -> None:
-        """Let the next launches wait for the copies."""
-        for stream in self._streams:
-            stream.join()
+        """Start the last copies of a pass, and let the next launches wait for them."""
+        self.start()
+        self._join()
 
     def wait(self, number: int) -> None:
         """Let the next launches wait for the copy of item `number` of the pass."""
-        assert number in self._copied or self._spans[number].early, "items are used in order"
+        if not (number in self._copied or self._spans[number].early):
+            self.start()
+            assert number in self._copied, "items are used in order"
         for copied in self._copied.get(number, ()):  # else the pass before has copied it
             if copied is not None:
                 torch.cuda.current_stream().wait_event(copied)
 
     def free(self, number: int) -> None:
         """Free the span of item `number` for the next copy, once its readers are launched."""
-        self._advance(number)
+        self._freed = number
+        if not self._on_call:
+            self.start()
 
-    def _advance(self, done: int | None) -> None:
-        """Start the copies that waited for item number `done` of the pass."""
-        waited = False
+    def start(self) -> None:
+        """Start the copies for which there is room, behind all launches so far."""
+        done, waited = self._freed, False
         while self._next < len(self._order):
             number = self._order[self._next]
             span = self._spans[number]
@@ -154,6 +162,11 @@ class StagingRing:
             if not span.early:
                 self._copied[number] = [stream.copied() for stream in self._streams]
             self._next += 1
+
+    def _join(self) -> None:
+        """Let the next launches wait for all copies."""
+        for stream in self._streams:
+            stream.join()
 
     def _follow(self) -> None:
         """Let the next copies wait for all launches so far."""
@@ -173,6 +186,8 @@ class Staging(StagingRing):
     `staged` names those matrices in the order of their use; the others are read where they lie.
     Small ones that follow each other are one item of the ring (`grouped`), so that kernels wait
     for few copies. With `early` every pass leaves the first items of the next pass in the ring.
+    Where `behind` names matrices, copies start when one of them is used next: behind attention,
+    which then has the link for itself.
     """
 
     def __init__(
@@ -183,6 +198,7 @@ class Staging(StagingRing):
         *,
         together: int,
         early: bool = True,
+        behind: Collection[str] = (),
     ) -> None:
         """`ring` is uint8, 1-D, in HBM; a group has up to `together` bytes or a single matrix.
 
@@ -192,8 +208,9 @@ class Staging(StagingRing):
         groups = grouped(sizes, together)
         remote = {name: _remote(matrices[name]) for name in staged}
         sources = [[data for i in group for data in remote[staged[i]]] for group in groups]
-        super().__init__(sources, ring, links=len(remote[staged[0]]), early=early)
-        self._matrices = dict(matrices)
+        links = len(remote[staged[0]])
+        super().__init__(sources, ring, links=links, early=early, on_call=bool(behind))
+        self._matrices, self._behind = dict(matrices), frozenset(behind)
         self._first, self._last = dict[str, int](), dict[str, int]()  # of the matrices of a group
         for number, group in enumerate(groups):
             views = iter(self.staged[number])
@@ -209,6 +226,8 @@ class Staging(StagingRing):
 
     def fetch(self, name: str) -> TieredMatrix:
         """The matrix, as `matrix` gives it; the next launches wait for its copy."""
+        if name in self._behind:
+            self.start()
         if name in self._first:
             self.wait(self._first[name])
         return self.matrix(name)

@@ -30,7 +30,7 @@ from dakrun.plan.ops import (
 )
 from dakrun.plan.options import RunOptions
 from dakrun.plan.peak_blocks import blocks_suffice
-from dakrun.plan.plan import RING_GROUPS, OpPlan, Plan, ring_bytes, spare_experts
+from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.planner import make_plan
 from dakrun.plan.policy import Policy, Strategy, Transport, parse_remote
 from dakrun.plan.prefill import pass_seconds, predict_prefill
@@ -47,6 +47,7 @@ from dakrun.plan.roofline import (
 from dakrun.plan.run_bound import run_bound
 from dakrun.plan.run_time import RunForecast
 from dakrun.plan.running_requests import first_that_fits
+from dakrun.plan.staging import RING_GROUPS, bytes_ahead, ring_bytes, spare_experts
 from dakrun.plan.step_time import (
     ACCEPTANCES,
     DraftForecast,
@@ -83,6 +84,7 @@ __all__ = [
     "blocks_suffice",
     "bound_time",
     "bound_times",
+    "bytes_ahead",
     "choose_batch_size",
     "compute_time",
     "cost_kinds",

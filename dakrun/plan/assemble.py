@@ -11,10 +11,11 @@ from dakrun.plan.greedy import best_total
 from dakrun.plan.op_costs import waits_s
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.placement import Placement
-from dakrun.plan.plan import OpPlan, Plan, staging_bytes
+from dakrun.plan.plan import OpPlan, Plan
 from dakrun.plan.policy import Strategy, Transport
 from dakrun.plan.problem import Problem
 from dakrun.plan.roofline import regime, sampling_time
+from dakrun.plan.staging import staging_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ def cost_placement(problem: Problem, placed: Placement) -> Candidate:
 def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
     seconds = sum(sum(op.predicted_s) for op in ops) + waits_s(ops, problem.costs.links)
     free = problem.budgets[0] - _local_bytes(problem, ops)
-    ring = staging_bytes(ops, replace(problem.prefill, transport="staged")) - problem.staging
+    staged = replace(problem.prefill, transport="staged")
+    ring = staging_bytes(ops, staged, problem.costs.links) - problem.staging
     passes = problem.passes(free - max(0, ring), staged=ring <= free)
     waits = problem.prompts_in(passes).seconds((op.op.name, op.shares) for op in ops)
     return Candidate(

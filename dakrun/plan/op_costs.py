@@ -3,7 +3,6 @@
 Knows the model, the workload and the machine; knows neither budgets nor a policy.
 """
 
-import math
 from collections.abc import Sequence
 
 from dakrun.config import ModelConfig, Workload
@@ -15,7 +14,6 @@ from dakrun.plan.ops import Op, decode_ops
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Transport
 from dakrun.plan.roofline import (
-    STAGED_TOGETHER,
     Links,
     bound_times,
     compute_time,
@@ -161,9 +159,8 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
     """Seconds that direct and staged reads from the same tier wait for each other.
 
     Copies run ahead while other ops read directly. Copies and direct reads of matrices take the
-    link from each other, for as long as the shorter of both needs it; attention waits as in
-    `_attention_waits_s`.
-    `links` has the tiers of `ops` in their order.
+    link from each other, for as long as the shorter of both needs it. Copies leave it to attention
+    (see bytes_ahead). `links` has the tiers of `ops` in their order.
     """
     seconds = 0.0
     for tier, name in enumerate(links.direct):
@@ -173,45 +170,4 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
                 rates = links.staged if op.transport == "staged" else links.direct
                 needed[op.transport] += op.read_bytes(tier) / rates[name]
         seconds += min(needed.values())
-        if needed["staged"]:
-            seconds += _attention_waits_s(ops, links, tier)
     return seconds
-
-
-def _attention_waits_s(ops: Sequence[PlacedOp], links: Links, tier: int) -> float:
-    """Seconds that attention's direct reads of a tier wait for copies from it, in a step.
-
-    A copy starts when its span of the ring is free. For a group of parts of several layers that
-    may be at any time of a layer, so that copies and attention share the link. Let copies take c
-    seconds, other ops k and attention's reads a, each alone on the link. Both are under way for a
-    fraction p of attention's time a (1 + p), where p (k + a + a p) = c + a p. Attention waits for
-    all copies at most.
-
-    Attention waits for nothing if copies take longer than all ops, since ops then wait for copies.
-    It waits for nothing if a group has the parts of one layer or less: the group's span of the
-    ring becomes free as a product ends. For groups of one to two layers a share of the waits
-    counts.
-    """
-    name, hbm_rate = list(links.direct)[tier], next(iter(links.direct.values()))
-    copy_s = kernel_s = read_s = attention_s = for_link_s = layer_bytes = 0.0
-    for op in ops:
-        seconds = sum(op.predicted_s)
-        if op.op.category == "attention":
-            attention_s += seconds
-            read_s += op.read_bytes(tier) / links.direct[name]
-            continue
-        if op.transport == "staged":
-            copied = op.read_bytes(tier) / links.staged[name]
-            copy_s += copied
-            layer_bytes += op.read_bytes(tier) / op.op.layers if op.op.in_layer else 0.0
-            if seconds <= copied * (1 + 1e-9):  # it waits for the link
-                reads = op.op.layers * op.op.read_bytes / hbm_rate
-                for_link_s, seconds = for_link_s + seconds - reads, reads
-        kernel_s += seconds
-    if not read_s or not layer_bytes:
-        return 0.0
-    shared = (math.sqrt(kernel_s**2 + 4 * read_s * copy_s) - kernel_s) / (2 * read_s)
-    longer = read_s + min(read_s * min(1.0, shared), copy_s)
-    waits = max(0.0, longer - attention_s - for_link_s)
-    layers_of_a_group = STAGED_TOGETHER / layer_bytes
-    return waits * min(1.0, max(0.0, layers_of_a_group - 1))

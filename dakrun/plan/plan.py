@@ -1,6 +1,6 @@
 """The Plan: a frozen decision that loader and engine follow, and the figures derived from it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,43 +11,7 @@ from dakrun.plan.footprint import PREFILL_CHUNK_TOKENS
 from dakrun.plan.ops import Op, kept_positions, kv_positions, weight_bytes
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.policy import Policy, Strategy, Transport
-from dakrun.plan.roofline import STAGED_TOGETHER, Regime
-
-SPARE_BYTES, MOST_SPARE = 64 << 20, 8  # room in HBM for experts that move: one, or more up to these
-RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
-
-
-def staging_bytes(ops: Iterable[PlacedOp], prefill: "PrefillPlan") -> int:
-    """Bytes of the local tier's buffers for the staged parts of `ops`.
-
-    Decode steps stage the ops of that transport, prompts what `prefill` stages in passes of its
-    tokens. Both use the same buffers. Where experts are in several tiers, there is room for some
-    more (spare_experts), since they are exchanged.
-    """
-    staged, expert = list[PlacedOp](), 0  # bytes
-    for op in ops:
-        if op.op.chances and op.remote_bytes:
-            expert += op.op.resident_bytes // len(op.op.chances)
-        one = op.op.with_rows(prefill.chunk_tokens) if op.op.chances else op.op
-        if op.transport == "staged" or prefill.stages(one, op.shares[0]):
-            staged.append(op)
-    total = sum(op.remote_bytes for op in staged)
-    largest = max((op.largest_remote_part for op in staged), default=0)
-    return ring_bytes(largest, total) + spare_experts(expert) * expert
-
-
-def spare_experts(nbytes: int) -> int:
-    """Further experts of `nbytes` each that HBM has room for: so many move there at a time."""
-    return max(1, min(MOST_SPARE, SPARE_BYTES // nbytes)) if nbytes else 0
-
-
-def ring_bytes(largest: int, total: int) -> int:
-    """Bytes of the buffers for staged parts of `total` bytes, of which one has at most `largest`.
-
-    There is room for two of the largest, or, of small parts, for RING_GROUPS groups of up to
-    STAGED_TOGETHER bytes, but for half of all parts at most.
-    """
-    return min(total, max(2 * largest, min(total // 2, RING_GROUPS * STAGED_TOGETHER)))
+from dakrun.plan.roofline import Regime
 
 
 @dataclass(frozen=True, kw_only=True)

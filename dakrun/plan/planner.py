@@ -18,11 +18,12 @@ from dakrun.plan.assemble import Candidate, assemble, cost_placement
 from dakrun.plan.expected_run import ExpectedRun
 from dakrun.plan.op_costs import Counts, StepCosts
 from dakrun.plan.placement import all_local, place, slot_candidates
-from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
+from dakrun.plan.plan import Plan, PrefillPlan
 from dakrun.plan.policy import Policy, Strategy, Transport
 from dakrun.plan.prefill import with_prefill
 from dakrun.plan.problem import Problem
 from dakrun.plan.prompt_pass import PREFILL_LAUNCH_ROWS
+from dakrun.plan.staging import staging_bytes
 
 Key = TypeVar("Key")
 
@@ -156,8 +157,8 @@ def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
     Buffers take room from weights, which may lead to more staged bytes. So the search is repeated
     with the buffers reserved until they suffice.
     """
-    candidate = _search(problem, thorough)
-    while (needed := staging_bytes(candidate.ops, problem.prefill)) > problem.staging:
+    candidate, links = _search(problem, thorough), problem.costs.links
+    while (needed := staging_bytes(candidate.ops, problem.prefill, links)) > problem.staging:
         problem = problem.with_staging(needed)
         candidate = _search(problem, thorough)
     return candidate

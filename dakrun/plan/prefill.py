@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from dakrun.geometry import GRAPHED_ROWS, GRAPHED_TOKENS
 from dakrun.plan.footprint import activation_bytes
 from dakrun.plan.ops import Op
-from dakrun.plan.plan import Plan, PrefillPlan, staging_bytes
+from dakrun.plan.plan import Plan, PrefillPlan
 from dakrun.plan.policy import Transport
 from dakrun.plan.prompt_pass import (
     MATRICES,
@@ -29,6 +29,7 @@ from dakrun.plan.roofline import (
     norm_time,
     op_cost,
 )
+from dakrun.plan.staging import staging_bytes
 
 EXPERT_LAYERS = 2.2  # layers without experts that a CPU launches in the time of one with some
 PASS_LAYERS = 32  # of the pass whose launch takes pass_launch_seconds
@@ -105,7 +106,7 @@ def _with(plan: Plan, prefill: PrefillPlan) -> Plan:
     """`plan` with `prefill`, and its activations and staging buffers in the memory map."""
     held = activation_bytes(plan.model, plan.workload, prefill.chunk_tokens)
     fixed = plan.fixed_bytes | {"activations": held}
-    needed = staging_bytes(plan.ops, prefill)
+    needed = staging_bytes(plan.ops, prefill, Links.of(plan.profile, plan.tiers[1:]))
     if staging := max(plan.fixed_bytes.get("staging", 0), needed):
         fixed["staging"] = staging
     return replace(plan, prefill=prefill, fixed_bytes=fixed)
