@@ -4,6 +4,7 @@ Whole runs of the engine with steps that run ahead, with drafts and without.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,12 @@ from dakrun import StructuredOutputsParams
 from dakrun.config import OFF, SamplingParams, Speculation
 from dakrun.engine import (
     Admission,
+    DecodeStep,
     Engine,
     GraphRunner,
     Prefill,
+    Staging,
+    build,
     graph_runner,
     pass_graphs,
     step_graphs,
@@ -32,8 +36,9 @@ from dakrun.engine import (
 from dakrun.engine.pass_graphs import PassGraphs
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
+from dakrun.memory.matrix import TieredMatrix
 from dakrun.models.modules import Fused
-from dakrun.plan import Plan, step_time
+from dakrun.plan import Links, Plan, bytes_ahead, step_time
 from dakrun.requests import Completion, Request, Tokenizer
 
 __all__ = ["launched"]  # a fixture that all tests use
@@ -83,9 +88,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(
-    path: Path, speculation: Speculation, batch: int = 3, tokenizer: Tokenizer | None = None
+    path: Path,
+    speculation: Speculation,
+    batch: int = 3,
+    tokenizer: Tokenizer | None = None,
+    *,
+    stages: bool = False,
 ) -> Engine:
     backend, cache, step = model_of(path, batch)
+    if stages:
+        steps, _ = build._stagings(plan_of(path, batch), backend)
+        step = DecodeStep(backend.with_buffers(batch, steps), cache, step._shape, step._accesses)
     config = backend.model.config
     shape = KVShape(config.num_kv_heads, config.head_dim, 128)
     room = torch.empty(ROOM, dtype=torch.uint8, device=CPU)
@@ -126,6 +139,35 @@ def run(engine: Engine) -> dict[str, tuple[int, ...]]:
     cache = engine.runner.cache
     assert all(cache.free(tier) == count for tier, count in enumerate(cache.blocks))
     return found
+
+
+def test_copies_behind_attention_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps stage matrices while half of the slots are outside HBM; copies start at each o."""
+    path = save_half(CONFIGS["llama-tied"], tmp_path)
+    wanted = run(engine_of(path, OFF))
+    policy = replace(test_kernel_decoder.POLICY, transport="staged")
+    monkeypatch.setattr(test_kernel_decoder, "POLICY", policy)
+    monkeypatch.setattr(build, "STAGED_TOGETHER", 1)  # each matrix is copied by itself
+    plan = plan_of(path, 3)
+    assert bytes_ahead(plan.ops, Links.of(plan.profile, ("host",))) > 0
+    used, at = "", Counter[str]()  # the matrix that is used next, and copies that start there
+    copy, fetch = Staging._copy, Staging.fetch
+
+    def noted(staging: Staging, name: str) -> TieredMatrix:
+        nonlocal used
+        used = name
+        return fetch(staging, name)
+
+    def counted(staging: Staging, number: int) -> None:
+        at[used.rpartition(".")[2]] += 1
+        copy(staging, number)
+
+    monkeypatch.setattr(Staging, "fetch", noted)
+    monkeypatch.setattr(Staging, "_copy", counted)
+    assert run(engine_of(path, OFF, stages=True)) == wanted
+    assert at["o"] > 100 and set(at) == {"", "o", "lm_head"}, "the last is used as a step ends"
 
 
 # In 16 bits a router may choose other experts where a step has other rows.
