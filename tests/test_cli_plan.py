@@ -59,7 +59,7 @@ def test_drafts_are_shown_where_they_are_asked_for() -> None:
     assert steps[-1]["token_s"]["0.95"] < steps[-1]["token_s"]["0.5"] < steps[-1]["step_s"]
     text = re.sub(r"\s+", " ", run(*PLAN, "--speculate", "suffix:3").stdout)
     assert "8 rows of 4 tokens take" in text and "at an acceptance of 0.8" in text
-    assert f"from {steps[-1]['break_even_tokens_per_row']:.2f} tokens a row" in text
+    assert f"more than {steps[-1]['break_even_tokens_per_row']:.2f} tokens of a row" in text
     assert plan_json()["drafts"] is None and "drafts save" not in run(*PLAN).stdout
     assert "expected auto" in error_lines(run(*PLAN, "--speculate", "on"))[0]
 
@@ -95,7 +95,8 @@ def test_the_answer_comes_first() -> None:
     shown = plan_json()
     assert lines[:5] == [
         "fits           hbm 52.91 of 89.41 GiB, host 4.72 of 447.03 GiB",
-        "speed          536.8 tokens/s, decode step 14.90 ms for 8 requests",
+        "speed          536.8 tokens/s in decode steps, 504.8 with prompts; decode step 14.90 ms "
+        "for 8 requests",
         "waits for      memory: HBM bandwidth (93% of the step) and the link to host memory "
         "(89% of the step)",
         "",
@@ -482,7 +483,7 @@ def test_a_format_counts_as_it_is_stored() -> None:
 def test_what_a_quantized_checkpoint_would_take() -> None:
     said = "a quantized checkpoint (lossy) would have 36.79 GiB in 4 bits"
     shown = words(run("plan", *LLAMA_70B))
-    assert f"{said}, which fit in HBM or 69.66 GiB in FP8, which fit in HBM, not 131.4" in shown
+    assert f"{said} (fits in HBM) or 69.66 GiB in FP8 (fits in HBM), not 131.4" in shown
     small = run("plan", *LLAMA_70B, "--hbm-budget", "4GiB", "--host-budget", "4GiB")
     assert f"{said} or 69.66 GiB in FP8, not" in error_lines(small)[1]
     assert small.exit_code == 3
@@ -500,7 +501,7 @@ def test_a_format_is_for_models_of_16_bits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ("--model", str(tmp_path), "--profile", "h100-pcie5", "--batch-size", "1")
     shown = words(run("plan", *asked))
-    assert "FP8, a scale per 64x64 block: embedding, lm_head: float16; qkv, o" in shown
+    assert "FP8, a scale per 64x64 block; kept as embedding, lm_head: float16; qkv, o" in shown
     assert "not applied dynamic FP8 activations: products read the weights alone" in shown
     refused = run("plan", *asked, "--format", "awq")
     assert "stored in FP8, a scale per 64x64 block already" in error_lines(refused)[0]

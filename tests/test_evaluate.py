@@ -185,7 +185,10 @@ def test_a_figure_alone(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.stderr
     assert [path.name for path in tmp_path.glob("*.csv")] == ["fig9.csv"]
     figure, points, *profile_notes = ended.stderr.splitlines()
-    assert re.fullmatch(r"fig9: \d+ points", figure) and points.endswith("points predicted now")
+    assert re.fullmatch(r"fig9: \d+ points", figure)
+    assert re.fullmatch(
+        r"(\d+) of \1 points predicted now; \d have no time, the page says why", points
+    )
     assert not profile_notes
 
 

@@ -150,7 +150,8 @@ def evaluate(
         done = run.evaluate(scope, kinds, store, find, known, budget_s=budget, **shown)
     left = f"; {done.left} are left for another run" if done.left else ""
     source = "predicted" if predict else "measured"
-    eprint(f"{done.new} of {done.points} points {source} now{left}")
+    untimed = f"; {done.untimed} have no time, the page says why" if done.untimed else ""
+    eprint(f"{done.new} of {done.points} points {source} now{untimed}{left}")
     click.echo(done.page)
 
 

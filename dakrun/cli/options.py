@@ -207,7 +207,7 @@ workload_options = together(
 
 length_options = together(
     count_option("--prompt-len", default=32, help="Tokens of a prompt."),
-    count_option("--max-tokens", default=32, help="Tokens of a completion."),
+    count_option("--max-tokens", help="Tokens of a completion; default: 32, with -i 128."),
 )
 
 profile_option = option(

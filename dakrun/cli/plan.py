@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dakrun.requests import RowCheck
 
 
+NEW_TOKENS, FILE_TOKENS = 32, 128  # of a completion; of a file's as generate's default
+NO_GPU = "no GPU was found: name one to plan for, as --profile h200-pcie5"
 NO_DRAFTS = (
     "the time is that of a run without drafts: how many of a file's drafts are right is not known "
     "before it runs"
@@ -69,7 +71,7 @@ def plan(
     model: str,
     run: "RunOptions",
     prompt_len: int,
-    max_tokens: int,
+    max_tokens: int | None,
     source: str | None,
     nodes: str | None,
     wide: bool,
@@ -96,7 +98,7 @@ def plan(
     from dakrun.plan.show.overview import Overview
     from dakrun.plan.show.plot import plot_plan
 
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens or FILE_TOKENS)
     expected: ExpectedRun | None = None
     rows: RowCheck | None = None
     if nodes is not None:
@@ -123,24 +125,27 @@ def plan(
         return
     config = resolve_model(model, run.dtype, run.format)
     hardware = resolve_profile(str(run.profile))
+    if run.profile == "auto":
+        eprint(describe_profile(hardware))
+        if hardware.device == "cpu":
+            eprint(f"{NO_GPU}; this is a plan for the CPU")
     if source is not None:
         longest = model_len(config, run.max_model_len)
         expected, rows = _expected_run(source, params, config, model, longest)
     if expected is None:
+        max_tokens = max_tokens or NEW_TOKENS
         longest = _plan_model_len(config, prompt_len, max_tokens, run.max_model_len)
     decision = replace(
         run,
         max_model_len=longest,
         expected_prompt=prompt_len,
-        expected_tokens=max_tokens,
+        expected_tokens=max_tokens or FILE_TOKENS,
         expected_run=expected,
     ).plan(config, hardware)
     if plot:
         plot_plan(decision, Path(plot))
     requests = expected.requests if expected else MAX_BATCH_SIZE
     shown = Overview.of(decision, run.max_decode_step, requests=requests)
-    if run.profile == "auto":
-        eprint(describe_profile(hardware))
     foretold = None if expected is None else expected.forecast(decision)
     if as_json:
         note_no_kernels(hardware)

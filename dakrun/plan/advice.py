@@ -89,7 +89,9 @@ class Advice:
             )
         most = " most" * (best[0].gain >= max(other.gain for other in self.alternatives))
         first, *others = map(_text, best)
-        return f"{limit}; {first} would help{most}" + "".join(f", then {text}" for text in others)
+        return f"{limit}; {first} would help{most}" + "".join(
+            f"; so would {text}" for text in others
+        )
 
 
 def advise(
@@ -198,7 +200,8 @@ def _budgets(plan: Plan) -> list[str]:
         roomy = make_plan(plan.model, plan.workload, plan.profile, unlimited, thorough=False)
     except DakrunError:
         return []
-    now, useful = plan.budgets[0], sum(roomy.memory(0).values())
+    needed = replace(roomy, spare_kv_blocks=0).memory(0)  # no more KV than expected
+    now, useful = plan.budgets[0], sum(needed.values())
     if useful <= now:
         return []
     tried = {_size(min(now * 1.1, useful), math.ceil), _size(useful, math.ceil)}

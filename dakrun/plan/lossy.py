@@ -37,9 +37,7 @@ def lossy_hint(model: ModelConfig, room: int = 0) -> str | None:
             taken = _weight_bytes(replace(model, quantization=quantization))
         except CannotRun:  # its columns are no whole groups
             continue
-        parts.append(
-            f"{format_bytes(taken)} in {name}" + ", which fit in HBM" * (0 < taken <= room)
-        )
+        parts.append(f"{format_bytes(taken)} in {name}" + " (fits in HBM)" * (0 < taken <= room))
     if not parts:
         return None
     now = format_bytes(_weight_bytes(model))

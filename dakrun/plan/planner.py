@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from dakrun.config import ModelConfig, Workload
@@ -96,30 +97,34 @@ def _planned(problem: Problem, thorough: bool) -> Plan:
 
 
 def _fastest(problem: Problem, thorough: bool) -> tuple[Candidate, dict[Strategy, float]]:
-    """The fastest candidate of all narrowed problems, and the least seconds of each strategy.
+    """The fastest candidate of all narrowed problems, and the step of each strategy's fastest.
 
     Of the problems over the same remote tiers, the first feasible one ends the search if not
     `thorough`, or if its candidate offloads nothing: then the others cannot be faster.
     """
     candidates: list[Candidate] = []
     refusals: list[CannotRun] = []
-    tried_s: dict[Strategy, float] = {}
+    tried: dict[Strategy, list[Candidate]] = {}
     for part in _by_remote_tier(problem):
         first = len(candidates)
         for narrowed in _narrowed(part):
-            seconds = math.inf
+            of_strategy = tried.setdefault(narrowed.strategy, [])
             try:
                 candidate = _with_buffers(narrowed, thorough)
                 candidates.append(candidate.in_tiers(part.tiers, problem.tiers))
-                seconds = candidate.predicted_s
+                of_strategy.append(candidates[-1])
             except CannotRun as reason:
                 refusals.append(reason)
-            tried_s[narrowed.strategy] = min(seconds, tried_s.get(narrowed.strategy, math.inf))
             if candidates[first:] and (not thorough or candidates[first].remote_bytes() == 0):
                 break
     if not candidates:
         raise refusals[0]
-    return min(candidates, key=lambda candidate: candidate.total_s), tried_s
+    soonest = partial(min, key=lambda candidate: candidate.total_s)
+    tried_s = {
+        strategy: soonest(found).predicted_s if found else math.inf
+        for strategy, found in tried.items()
+    }
+    return soonest(candidates), tried_s
 
 
 def _by_remote_tier(problem: Problem) -> list[Problem]:

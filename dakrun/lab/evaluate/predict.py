@@ -250,7 +250,11 @@ def _part(point: PartPoint, scope: Scope) -> Result:
     if point.part in FUSED:
         return Result(source="predicted", problem="predicted as a part of its op")
     sizes = {"prompt_len": point.prompt_len, "new_tokens": point.new_tokens}
-    plan = scope.roomy().plan(scope.step(point.model, point.batch_size, 0.0, **sizes))
+    step = scope.step(point.model, point.batch_size, 0.0, **sizes)
+    try:
+        plan = scope.plan(step)
+    except CannotRun:
+        return short(shortage(step, scope))
     seconds = dict.fromkeys(PARTS, 0.0)
     for op in plan.ops:
         seconds[PART_OF.get(op.op.category, OTHER)] += sum(op.predicted_s)

@@ -32,11 +32,15 @@ Progress = Callable[[int, int, str], None]  # points done, points in all, the ne
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a run ended: its points, how many were new, and how many the budget left out."""
+    """How a run ended: its points, how many were new, and how many the budget left out.
+
+    `untimed` of all points have no time, since something was missing, like memory.
+    """
 
     points: int
     new: int
     left: int
+    untimed: int
     page: Path
 
 
@@ -88,7 +92,10 @@ def evaluate(
             write_csv(store.folder / f"{figure.name}.csv", figure)
         write_text(store.folder / "index.html", page(figures, scope, run))
         write_text(store.folder / "tables.md", tables(figures, scope, run))
-    return Evaluation(len(points), done, len(missing) - done, store.folder / "index.html")
+    found = [store.results[point.key] for point in points if point.key in store.results]
+    untimed = sum(bool(result.problem) for result in found)
+    left_out = len(missing) - done
+    return Evaluation(len(points), done, left_out, untimed, store.folder / "index.html")
 
 
 def facts(scope: Scope, command: str) -> dict[str, Any]:

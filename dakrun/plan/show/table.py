@@ -36,6 +36,7 @@ from dakrun.tables import print_table
 from dakrun.units import format_bytes, format_rate, format_seconds
 
 TITLE_WIDTH = 15
+LEAST_NOTED = 0.0005  # of a ratio or a gain: less is written as zero
 PHASES = {
     1: "remote reads only where they make an op faster (up to its a)",
     2: "also where they make an op no slower (up to its b)",
@@ -139,7 +140,7 @@ def _format_rows(plan: Plan) -> list[tuple[str, str]]:
         formats.setdefault(op_format(plan, op), []).append(op.op.name)
     text = "; ".join(f"{', '.join(names)}: {name}" for name, names in formats.items())
     return [
-        ("format", f"{quantization.name}: {text}"),
+        ("format", f"{quantization.name}; kept as {text}"),
         *(("not applied", f"{what}: products read the weights alone")
           for what in [" and ".join(quantization.unapplied)] if what),
     ]  # fmt: skip
@@ -183,9 +184,11 @@ def _draft_rows(plan: Plan) -> list[tuple[str, str]]:
     text = (
         f"{most.rows} row{'s' * (most.rows > 1)} of {1 + most.drafts} tokens take "
         f"{format_seconds(most.step_s)}, without drafts {format_seconds(most.plain_s)}; a token "
-        f"takes {times}; drafts save time from {most.break_even:.2f} tokens a row and step"
+        f"takes {times}; drafts save time if a step "
+        f"keeps more than {most.break_even:.2f} tokens of a row"
     )
-    return [("drafts", f"{text}, with one row from {few.break_even:.2f}" if few != most else text)]
+    one = f", with one row more than {few.break_even:.2f}" if few != most else ""
+    return [("drafts", text + one)]
 
 
 def _l2_text(plan: Plan) -> str:
@@ -227,16 +230,15 @@ def _speed_text(speed: dict[str, float]) -> str:
 
 def _forgone_rows(plan: Plan) -> list[tuple[str, str]]:
     """A note on an offloading plan whose gain is too small, if there is one."""
-    if plan.forgone is None:
+    gain = 0.0 if plan.forgone is None else 1 - plan.forgone.predicted_s / plan.predicted_s
+    if plan.forgone is None or plan.forgone.ratio < LEAST_NOTED or gain < LEAST_NOTED:
         return []
-    gain = 1 - plan.forgone.predicted_s / plan.predicted_s
-    speed = f"{gain:.1%} faster" if gain > 0 else "no faster"
     return [
         (
             "note",
             f"with {plan.forgone.ratio:.1%} outside {plan.tiers[0]} a step is predicted to be "
-            f"{speed}; for a gain below {MIN_OFFLOAD_GAIN:.0%} all bytes stay in {plan.tiers[0]}, "
-            f"unless you set --offload-ratio {plan.forgone.ratio:.4f}",
+            f"{gain:.1%} faster; for a gain below {MIN_OFFLOAD_GAIN:.0%} all bytes stay in "
+            f"{plan.tiers[0]}, unless you set --offload-ratio {plan.forgone.ratio:.4f}",
         )
     ]
 

@@ -15,6 +15,7 @@ from dakrun.units import format_decimal, format_rate, format_seconds
 STEPS = 200  # ratios of a bound
 FEW, MANY = 8, 512  # requests
 PAPER_GAIN = 1.5  # at most, of greedy on uniform
+LEAST_GAIN = 0.005  # relative: steps closer to each other count as equal
 NEAR = 12  # percent that a picture of its own shows
 TRANSPORTS = ("direct", "staged")
 Bound = list[tuple[float, float, float]]  # (percent, EB in bytes/s, seconds)
@@ -84,15 +85,21 @@ class Ratios(Figure):
         near = self.scope.near
         for chart in self.charts:
             direct, staged = (self.times(chart, name) for name in TRANSPORTS)
-            if (best := direct.fastest()) is None:
+            if (best := self.better(chart).fastest()) is None:
                 continue
             base, least, x = direct.get(0.0), format_seconds(best[1]), best[0]
+            how = "read in place" if direct[x] == best[1] else "copied ahead"
             if base is None:
-                said = f"not all in {near}; fastest read in place with {x:.2g}% outside, {least}"
-            elif x > 0 and base / best[1] > 1.005:
+                said = f"not all in {near}; fastest with {x:.2g}% outside, {how}, {least}"
+            elif base / best[1] > 1 + LEAST_GAIN:
                 said = (
-                    f"fastest with {x:.2g}% outside {near} and read in place, {least}, "
+                    f"fastest with {x:.2g}% outside {near} and {how}, {least}, "
                     f"{factor(base / best[1])} as fast as all in {near} ({format_seconds(base)})"
+                )
+            elif x > 0:
+                said = (
+                    f"{format_seconds(base)} with everything in {near}, and no more than "
+                    f"{LEAST_GAIN:.1%} less with bytes outside"
                 )
             else:
                 said = f"fastest with everything in {near}, {format_seconds(base)}"
@@ -119,10 +126,14 @@ class Ratios(Figure):
         once = "Predicted uva reads each byte once; cuBLAS may read it again for each tile of X."
         return [same, *([once] if self.scope.predict and "uva" in self.scope.rivals else [])]
 
+    def better(self, chart: Chart) -> Curve:
+        """The time of the better transport, where bytes were read in place, by percent outside."""
+        direct, staged = (self.times(chart, name) for name in TRANSPORTS)
+        return Curve((x, min(s, staged.get(x, s))) for x, s in direct.items())
+
     def of_rivals(self, chart: Chart) -> dict[str, tuple[float, float]]:
         """(percent, factor) where the better transport gains most on each rival."""
-        direct, staged = (self.times(chart, name) for name in TRANSPORTS)
-        best = Curve((x, min(s, staged.get(x, s))) for x, s in direct.items())
+        best = self.better(chart)
         rivals = [name for name in self.lines(chart) if name not in TRANSPORTS]
         found = {name: best.largest(self.times(chart, name)) for name in rivals}
         return {name: gain for name, gain in found.items() if gain}
