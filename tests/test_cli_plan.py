@@ -476,7 +476,10 @@ def test_a_format_counts_as_it_is_stored() -> None:
     }  # fmt: skip
     assert plan["ratio"] == 0
     shown = words(run("plan", *LLAMA_70B, "--format", "w4a16"))
-    assert "4-bit, groups of 128: embedding, lm_head: bfloat16; qkv, o, gate_up, down: i" in shown
+    assert (
+        "4-bit, groups of 128; kept as embedding, lm_head: bfloat16; qkv, o, gate_up, down: i"
+        in shown
+    )
     assert "costs of products with int4 are estimates" in shown
 
 

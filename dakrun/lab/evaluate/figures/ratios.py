@@ -116,7 +116,7 @@ class Ratios(Figure):
                 both = [of.remote_bytes for line in lines for e, of in line if round(e.x, 6) == x]
                 said = " and ".join(format_decimal(nbytes, "B") for nbytes in both if nbytes)
                 read = f" ({said} outside {near} are read)" if said else ""
-                yield f"At {x:.2g}%, {faster(gain, 'dakrun', rival)}{read}."
+                yield f"At {x:.4g}%, {faster(gain, 'dakrun', rival)}{read}."
 
     def notes(self) -> list[str]:
         same = (
