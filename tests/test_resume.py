@@ -159,14 +159,33 @@ def test_a_cut_off_record_is_dropped(folder: Path) -> None:
     found = RowDigests(path).compare(
         ["a", "b", "x"], [InputRow("a", 1, 2), InputRow("b", 2, 9), InputRow("c", 3, 1)]
     )
-    assert found == (1, InputRow("b", 2, 9), 1, 1)
+    assert found == (1, InputRow("b", 2, 9), 1, 1, 3, 2)
     one, two = (
-        Comparison(n, InputRow("b", 2, 9), n, n).notes("o", changed=True, force=False, hint="")
+        Comparison(n, InputRow("b", 2, 9), n, n, 3, 2).notes("o", changed=True, force=False, hint="")
         for n in (1, 2)
     )
     assert [note[:3] for note in one] == ["1 r"] * 3 and one[0].endswith("it is run again")
     assert [note[:3] for note in two] == ["2 r"] * 3 and two[0].endswith("they are run again")
     assert two[1] == "2 rows of the output are not in the input: they stay"
+
+
+def test_a_model_is_not_loaded_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("p.jsonl").write_text('{"prompt": "one plus two ="}\n{"prompt": 3}\n')
+    first = run(source="p.jsonl")
+    assert first.exit_code == 1 and "1 row done, 1 failed, 0 skipped" in first.stderr
+    before = written()
+    with monkeypatch.context() as patch:
+        patch.setattr("dakrun.llm.LLM.__init__", lambda *_, **__: pytest.fail("is loaded"))
+        again = run("--resume", source="p.jsonl")
+        quiet = run("--resume", "--quiet", source="p.jsonl")
+    said = "0 rows done, 0 failed, 2 skipped; 1 failed before, which --retry-failed runs again"
+    assert again.exit_code == quiet.exit_code == 1 and written() == before
+    assert again.stderr == f"nothing is left to do, so the model is not loaded\n{said}\n"
+    assert quiet.stderr == f"{said}\n"
+    reported = run("--resume", "--report", "r.json", source="p.jsonl")
+    assert reported.exit_code == 1 and Path("r.json").is_file()
+    retried = run("--resume", "--retry-failed", source="p.jsonl")
+    assert "1 failed, 1 skipped" in retried.stderr
 
 
 def test_digests_of_an_output_that_was_deleted_are_dropped() -> None:

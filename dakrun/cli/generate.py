@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from dakrun.errors import EXIT_FAILED, UsageError
 from dakrun.interrupt import Interrupted
 
 if TYPE_CHECKING:
+    from dakrun.generate import Counts
     from dakrun.plan import RunOptions
 
 
@@ -142,7 +143,7 @@ def generate(
 
     check_name(model, run.load_format)  # before the imports of torch, which take seconds
     from dakrun.config import model_len
-    from dakrun.generate import BatchJob, check_report, write_report
+    from dakrun.generate import BatchJob, Counts, check_report, write_report
     from dakrun.hardware import describe_profile
     from dakrun.llm import LLM
     from dakrun.plan.lossy import quantization_note
@@ -197,8 +198,13 @@ def generate(
         if note := writer.identify(fingerprint):
             say(note)
         if resume and (rows := reader.input_rows()) is not None:
-            for note in writer.compare(rows):
+            notes, finished = writer.compare(rows)
+            for note in notes:
                 say(note)
+            if finished and report_path is None:
+                say("nothing is left to do, so the model is not loaded")
+                with writer:
+                    return _ended(Counts(writer.failed_before, skipped=finished), say)
         expected = reader.expected_run(max_len)
         hardware = resolve_run_profile(profile, run.device, [config], say)
         console = stderr_console()
@@ -256,8 +262,13 @@ def generate(
             render(report, console, verbose=verbose)
     if profile == "auto":
         say(describe_profile(llm.profile))
-    failed = job.counts.failed or job.counts.failed_before
-    (eprint if failed else say)(job.counts.summary(retried=retry_failed))
+    return _ended(job.counts, say, retried=retry_failed)
+
+
+def _ended(counts: "Counts", say: Callable[[str], None], *, retried: bool = False) -> int:
+    """Say how many rows there are of each kind, errors even where `say` is quiet; the exit code."""
+    failed = counts.failed or counts.failed_before
+    (eprint if failed else say)(counts.summary(retried=retried))
     return EXIT_FAILED if failed else 0
 
 

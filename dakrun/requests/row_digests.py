@@ -38,12 +38,15 @@ class Comparison(NamedTuple):
 
     `changed` rows of the input have a result of another row; `first` is the first of them.
     `unknown` results have no digest; `lacking` results have ids that the input does not have.
+    Of the input's `rows`, `done` have a result, be it of another row.
     """
 
     changed: int
     first: InputRow | None
     unknown: int
     lacking: int
+    rows: int
+    done: int
 
     def notes(self, output: str | Path, *, changed: bool, force: bool, hint: str) -> list[str]:
         """What people should know before a run resumes `output`.
@@ -153,19 +156,21 @@ class RowDigests:
         done = np.unique(np.fromiter(map(id_hash, written), dtype=np.uint64))
         known, _ = self._find(done)
         changed, first, in_input = 0, None, np.zeros(len(done), dtype=bool)
+        count, found = 0, 0
         for chunk in _chunks(rows):
             hashes = np.fromiter((id_hash(row.id) for row in chunk), dtype=np.uint64)
             digests = np.array([row.digest for row in chunk], dtype=np.uint64)
             at = np.minimum(np.searchsorted(done, hashes), max(0, len(done) - 1))
             is_done = done[at] == hashes if len(done) else np.zeros(len(hashes), dtype=bool)
             in_input[at[is_done]] = True
+            count, found = count + len(chunk), found + int(is_done.sum())
             has_digest, before = self._find(hashes)
             (differing,) = np.nonzero(is_done & has_digest & (before != digests))
             changed += len(differing)
             if first is None and len(differing):
                 first = chunk[differing[0]]
         unknown, lacking = int((~known).sum()), int((~in_input).sum())
-        return Comparison(changed, first, unknown, lacking)
+        return Comparison(changed, first, unknown, lacking, count, found)
 
     def _find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each of `hashes`, whether it has a record, and the digest there."""

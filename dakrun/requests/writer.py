@@ -142,14 +142,16 @@ class ResultWriter:
         instead = " instead of --overwrite" if self._overwrite else ""
         return f"to go on, run again with --resume{instead}"
 
-    def compare(self, rows: Iterable[InputRow]) -> list[str]:
+    def compare(self, rows: Iterable[InputRow]) -> tuple[list[str], int | None]:
         """Compare the output to resume with the rows of the input; changes nothing.
 
-        Returns notes for people. Raises UsageError if rows have changed since their results were
-        written, unless `changed` or `force` was given, and CannotRun if reading fails.
+        Returns notes for people, and the number of rows if the output is finished: all have a
+        known result, none of which is to be replaced or moved. Raises UsageError if rows have changed
+        since their results were written, unless `changed` or `force` was given, and CannotRun if
+        reading fails.
         """
         if not self._resume or not os.path.isfile(self._name):
-            return []
+            return [], None
         try:
             digests = RowDigests(digests_path(self._name))
         except OSError as problem:
@@ -157,9 +159,13 @@ class ResultWriter:
         written = (
             row.id for row in WrittenRows(self._name) if not (row.failed and self._retry_failed)
         )
-        return digests.compare(written, rows).notes(
+        found = digests.compare(written, rows)
+        notes = found.notes(
             self._name, changed=self._changed, force=self._force, hint=_CHANGED_HINT
         )
+        replaces = self._changed or self._retry_failed or self._order is not None
+        finished = found.done == found.rows > 0 and not (replaces or found.unknown)
+        return notes, found.rows if finished else None
 
     def expect(self, request_id: str, line: int) -> None:
         """Note the line of a row in the input, for --ordered."""
