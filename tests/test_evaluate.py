@@ -187,7 +187,7 @@ def test_a_figure_alone(tmp_path: Path) -> None:
     figure, points, *profile_notes = ended.stderr.splitlines()
     assert re.fullmatch(r"fig9: \d+ points", figure)
     assert re.fullmatch(
-        r"(\d+) of \1 points predicted now; \d have no time, the page says why", points
+        r"(\d+) of \1 points predicted now; \d+ have no time, the page says why", points
     )
     assert not profile_notes
 

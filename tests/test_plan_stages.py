@@ -132,7 +132,7 @@ def test_slots_start_from_the_ideal_and_none() -> None:
 def test_buffers_for_staging_are_taken_from_hbm() -> None:
     problem = Problem.of(costs("host"), Policy(hbm_budget=9 * GIB, transport="staged"))
     found = cost_placement(problem, place(problem, (0,)))
-    needed = staging_bytes(found.ops, PrefillPlan(), problem.costs.links)
+    needed = staging_bytes(found.ops, PrefillPlan(), *problem.machine)
     roomy = problem.with_staging(needed)
     assert needed > 0
     assert problem.caps[0] - roomy.caps[0] == pytest.approx(needed, rel=0.003), "and page tables"

@@ -13,7 +13,6 @@ from dakrun.config import Workload
 from dakrun.hardware import load_profile, shipped_profiles
 from dakrun.models import known_model
 from dakrun.plan import (
-    Links,
     Plan,
     Policy,
     PromptGroups,
@@ -180,8 +179,8 @@ def test_passes_have_the_room_that_is_left(spare: int) -> None:
     memory = plan.memory(0)
     assert sum(memory.values()) <= plan.budgets[0]
     assert memory["activations"] >= activation_bytes(model, work, plan.prefill.chunk_tokens)
-    links = Links.of(plan.profile, plan.tiers[1:])
-    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill, links)
+    machine = plan.profile, plan.tiers[1:], plan.model.dtype
+    assert memory["staging"] >= staging_bytes(plan.ops, plan.prefill, *machine)
     base = replace(plan, prefill=PrefillPlan())
     assert predict_prefill(plan).predicted_s <= predict_prefill(base).predicted_s
 

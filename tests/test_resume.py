@@ -161,7 +161,9 @@ def test_a_cut_off_record_is_dropped(folder: Path) -> None:
     )
     assert found == (1, InputRow("b", 2, 9), 1, 1, 3, 2)
     one, two = (
-        Comparison(n, InputRow("b", 2, 9), n, n, 3, 2).notes("o", changed=True, force=False, hint="")
+        Comparison(n, InputRow("b", 2, 9), n, n, 3, 2).notes(
+            "o", changed=True, force=False, hint=""
+        )
         for n in (1, 2)
     )
     assert [note[:3] for note in one] == ["1 r"] * 3 and one[0].endswith("it is run again")

@@ -1,5 +1,6 @@
 """Where staged matrices come to lie, and when they may be copied there."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -93,8 +94,10 @@ def test_passes_find_their_matrices(device: str, together: int, behind: tuple[st
     size = staged_bytes(matrices["0"])
     ring = torch.empty((2 if together == 1 else 8) * size, dtype=torch.uint8, device=device)
     together = min(together, ring.numel() // 4)
-    groups = grouped([size] * len(staged), together)
-    assert len(groups) == (6 if together == 1 else 3)
+    groups = grouped(
+        [size] * len(staged), together, [staged.index(of) for of in behind if of in staged]
+    )
+    assert behind or len(groups) == (6 if together == 1 else 3)
     steps = Staging(matrices, staged, ring, together=together, behind=behind)
     prompts = Staging(matrices, staged, ring, together=together, early=False)
     assert sum(map(steps.waits, dense)) == len(groups)
@@ -109,6 +112,8 @@ def test_passes_find_their_matrices(device: str, together: int, behind: tuple[st
                 for part in found.parts[1:]:
                     start = part.arrays[0].data_ptr() - ring.data_ptr()
                     assert 0 <= start <= ring.numel() - part.nbytes
+                    for array in part.arrays:  # the next pass must copy it again
+                        array.fill_(255)
             operands.release(name)
         operands.end()
 
@@ -153,11 +158,25 @@ def test_copies_start_behind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
                 staging.release(now)
             now = "end"
             staging.end()
-        late = {at for _, at in started} - {"begin", *behind, "end"}
+            assert Counter(name for name, _ in started) == Counter(order)
+        last = order[order.index("4.o") :]
+        assert {at for name, at in started if name in first} <= {*last}, "for the next pass"
+        late = {at for _, at in started} - {"begin", *behind, *last}
         assert bool(late) == (items == 3)
-        assert {name for name, at in started if at == "end"} <= first
         if items == 8:
-            ahead = {order.index(name) - order.index(at) for name, at in started if at in behind}
-            assert {n for n in ahead if n > 0} == {4, 5, 6, 7}, "from the next layer's o on"
+            ahead = {
+                order.index(name) - order.index(at)
+                for name, at in started
+                if at in behind and name not in first
+            }
+            assert ahead == {4, 5, 6, 7}, "from the next layer's o on"
         started.clear()
         now = ""
+
+
+@given(SIZES, st.integers(1, 100), st.sets(st.integers(0, 39)))
+def test_groups_begin_behind_attention(sizes: list[int], together: int, first: set[int]) -> None:
+    """So the groups of all layers are alike, and two layers fill the ring."""
+    groups = grouped(sizes, together, first)
+    assert [i for group in groups for i in group] == [*range(len(sizes))]
+    assert not first & {i for group in groups for i in group[1:]}

@@ -4,7 +4,7 @@ Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -176,7 +176,7 @@ def _stagings(plan: Plan, backend: KernelBackend) -> tuple[PassStaging, PassStag
         if prefill.stages(op.op.with_rows(largest), op.shares[0])
     ]
     sizes = {name: staged_bytes(matrices[name]) for name in {*steps, *prompts}}
-    ahead = bytes_ahead(plan.ops, Links.of(plan.profile, plan.tiers[1:]))
+    ahead = bytes_ahead(plan.ops, plan.profile, plan.tiers[1:], plan.model.dtype)
     ring = torch.empty(
         ring_bytes(max(sizes.values(), default=0), sum(sizes.values()), ahead),
         dtype=torch.uint8,
@@ -184,7 +184,7 @@ def _stagings(plan: Plan, backend: KernelBackend) -> tuple[PassStaging, PassStag
     )
     together = min(STAGED_TOGETHER, ring.numel() // RING_GROUPS)
 
-    def staging(names: list[str], *, early: bool, behind: Collection[str] = ()) -> PassStaging:
+    def staging(names: list[str], *, early: bool, behind: Sequence[str] = ()) -> PassStaging:
         few = [name for name in names if not remote[name].op.chances]
 
         def of(names: list[str]) -> Staging | None:

@@ -87,7 +87,7 @@ class StagingRing:
     graph. With `early` every pass leaves the first items of the next pass in the ring; `fill` does
     so for the first pass, and after others have used the ring. Each of `links` streams copies every
     `links`-th tensor of an item, so that links work side by side. Copies start as there is room
-    for them, or, with `on_call`, when `start` is called, an item is waited for, or the pass ends.
+    for them; while they are `held`, only when `start` is called or an item is waited for.
     """
 
     def __init__(
@@ -97,10 +97,9 @@ class StagingRing:
         *,
         links: int = 1,
         early: bool = True,
-        on_call: bool = False,
     ) -> None:
         """`ring` is uint8, 1-D, in HBM. Raises ValueError where an item does not fit into it."""
-        self._on_call = on_call
+        self.held = False
         self._spans = ring_spans([_item_bytes(item) for item in sources], ring.numel(), early=early)
         self._sources = sources
         self.staged = [
@@ -128,8 +127,7 @@ class StagingRing:
         self.start()
 
     def end(self) -> None:
-        """Start the last copies of a pass, and let the next launches wait for them."""
-        self.start()
+        """Let the next launches wait for the copies."""
         self._join()
 
     def wait(self, number: int) -> None:
@@ -144,7 +142,7 @@ class StagingRing:
     def free(self, number: int) -> None:
         """Free the span of item `number` for the next copy, once its readers are launched."""
         self._freed = number
-        if not self._on_call:
+        if not self.held:
             self.start()
 
     def start(self) -> None:
@@ -186,8 +184,9 @@ class Staging(StagingRing):
     `staged` names those matrices in the order of their use; the others are read where they lie.
     Small ones that follow each other are one item of the ring (`grouped`), so that kernels wait
     for few copies. With `early` every pass leaves the first items of the next pass in the ring.
-    Where `behind` names matrices, copies start when one of them is used next: behind attention,
-    which then has the link for itself.
+    `behind` may name matrices in their order, each the first one used behind an attention that
+    reads the link, too. Then copies start as a pass begins, and whenever one of these is used
+    next, so that attention mostly has the link for itself; behind the last as there is room.
     """
 
     def __init__(
@@ -198,19 +197,21 @@ class Staging(StagingRing):
         *,
         together: int,
         early: bool = True,
-        behind: Collection[str] = (),
+        behind: Sequence[str] = (),
     ) -> None:
         """`ring` is uint8, 1-D, in HBM; a group has up to `together` bytes or a single matrix.
 
         Raises ValueError where one does not fit into the ring.
         """
         sizes = [staged_bytes(matrices[name]) for name in staged]
-        groups = grouped(sizes, together)
+        first = {i for i, name in enumerate(staged) if name in set(behind)}
+        groups = grouped(sizes, together, first)
         remote = {name: _remote(matrices[name]) for name in staged}
         sources = [[data for i in group for data in remote[staged[i]]] for group in groups]
         links = len(remote[staged[0]])
-        super().__init__(sources, ring, links=links, early=early, on_call=bool(behind))
-        self._matrices, self._behind = dict(matrices), frozenset(behind)
+        super().__init__(sources, ring, links=links, early=early)
+        self._matrices = dict(matrices)
+        self._behind, self._last_behind = frozenset(behind), behind[-1] if behind else None
         self._first, self._last = dict[str, int](), dict[str, int]()  # of the matrices of a group
         for number, group in enumerate(groups):
             views = iter(self.staged[number])
@@ -220,6 +221,11 @@ class Staging(StagingRing):
             self._first[staged[group[0]]] = number
             self._last[staged[group[-1]]] = number
 
+    def begin(self) -> None:
+        """Start a pass's copies."""
+        super().begin()
+        self.held = bool(self._behind)
+
     def matrix(self, name: str) -> TieredMatrix:
         """The matrix, its remote rows in the ring where it is staged."""
         return self._matrices[name]
@@ -228,6 +234,7 @@ class Staging(StagingRing):
         """The matrix, as `matrix` gives it; the next launches wait for its copy."""
         if name in self._behind:
             self.start()
+            self.held = name != self._last_behind
         if name in self._first:
             self.wait(self._first[name])
         return self.matrix(name)
@@ -263,11 +270,14 @@ class PassStaging:
         return self.of(tokens) is not self.few
 
 
-def grouped(sizes: Sequence[int], together: int) -> list[list[int]]:
-    """Indexes of `sizes` in groups of neighbours, of up to `together` bytes or a single size."""
+def grouped(sizes: Sequence[int], together: int, first: Collection[int] = ()) -> list[list[int]]:
+    """Indexes of `sizes` in groups of neighbours, of up to `together` bytes or a single size.
+
+    Those in `first` begin a group.
+    """
     groups, held = list[list[int]](), 0
     for number, size in enumerate(sizes):
-        if groups and held + size <= together:
+        if groups and held + size <= together and number not in first:
             groups[-1].append(number)
             held += size
         else:

@@ -82,7 +82,7 @@ def _candidate(problem: Problem, ops: tuple[PlacedOp, ...]) -> Candidate:
     seconds = sum(sum(op.predicted_s) for op in ops) + waits_s(ops, problem.costs.links)
     free = problem.budgets[0] - _local_bytes(problem, ops)
     staged = replace(problem.prefill, transport="staged")
-    ring = staging_bytes(ops, staged, problem.costs.links) - problem.staging
+    ring = staging_bytes(ops, staged, *problem.machine) - problem.staging
     passes = problem.passes(free - max(0, ring), staged=ring <= free)
     waits = problem.prompts_in(passes).seconds((op.op.name, op.shares) for op in ops)
     return Candidate(

@@ -159,8 +159,9 @@ def waits_s(ops: Sequence[PlacedOp], links: Links) -> float:
     """Seconds that direct and staged reads from the same tier wait for each other.
 
     Copies run ahead while other ops read directly. Copies and direct reads of matrices take the
-    link from each other, for as long as the shorter of both needs it. Copies leave it to attention
-    (see bytes_ahead). `links` has the tiers of `ops` in their order.
+    link from each other, for as long as the shorter of both needs it. Attention waits for none:
+    copies are held back from it where that matters (see bytes_ahead). `links` has the tiers of
+    `ops` in their order.
     """
     seconds = 0.0
     for tier, name in enumerate(links.direct):

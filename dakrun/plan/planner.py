@@ -162,8 +162,8 @@ def _with_buffers(problem: Problem, thorough: bool) -> Candidate:
     Buffers take room from weights, which may lead to more staged bytes. So the search is repeated
     with the buffers reserved until they suffice.
     """
-    candidate, links = _search(problem, thorough), problem.costs.links
-    while (needed := staging_bytes(candidate.ops, problem.prefill, links)) > problem.staging:
+    candidate, machine = _search(problem, thorough), problem.machine
+    while (needed := staging_bytes(candidate.ops, problem.prefill, *machine)) > problem.staging:
         problem = problem.with_staging(needed)
         candidate = _search(problem, thorough)
     return candidate

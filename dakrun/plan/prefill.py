@@ -106,7 +106,7 @@ def _with(plan: Plan, prefill: PrefillPlan) -> Plan:
     """`plan` with `prefill`, and its activations and staging buffers in the memory map."""
     held = activation_bytes(plan.model, plan.workload, prefill.chunk_tokens)
     fixed = plan.fixed_bytes | {"activations": held}
-    needed = staging_bytes(plan.ops, prefill, Links.of(plan.profile, plan.tiers[1:]))
+    needed = staging_bytes(plan.ops, prefill, plan.profile, plan.tiers[1:], plan.model.dtype)
     if staging := max(plan.fixed_bytes.get("staging", 0), needed):
         fixed["staging"] = staging
     return replace(plan, prefill=prefill, fixed_bytes=fixed)

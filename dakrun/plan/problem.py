@@ -7,8 +7,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from dakrun.config import Dtype
 from dakrun.errors import CannotRun
-from dakrun.hardware import LOCAL
+from dakrun.hardware import LOCAL, HardwareProfile
 from dakrun.plan.footprint import reserve_bytes
 from dakrun.plan.greedy import Curve
 from dakrun.plan.lossy import lossy_hint
@@ -77,6 +78,11 @@ class Problem:
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers in use, the local one first."""
         return (LOCAL, *self.costs.remote)
+
+    @property
+    def machine(self) -> tuple[HardwareProfile, tuple[str, ...], Dtype]:
+        """The profile, the remote tiers in use, and the model's dtype."""
+        return self.costs.profile, self.costs.remote, self.costs.model.dtype
 
     @functools.cached_property
     def attention(self) -> Op:

@@ -5,17 +5,21 @@ engine/staging.py has these buffers and makes the copies.
 
 from collections.abc import Iterable, Sequence
 
+from dakrun.config import Dtype
+from dakrun.hardware import HardwareProfile
 from dakrun.plan.placed_op import PlacedOp
 from dakrun.plan.plan import PrefillPlan
-from dakrun.plan.roofline import STAGED_TOGETHER, Links
+from dakrun.plan.roofline import STAGED_TOGETHER, Links, compute_time
 
 SPARE_BYTES, MOST_SPARE = 64 << 20, 8  # room in HBM for experts that move: one, or more up to these
 RING_GROUPS = 4  # groups of small parts for which the staging buffers have room
-MOST_AHEAD = 10 * STAGED_TOGETHER  # bytes of two layers, if copies begin behind attention
-PART_ROUNDING = 4096  # bytes for the alignment of a part's arrays
+PART_ROUNDING = 8192  # bytes for the alignment of a part's arrays
 
 
-def staging_bytes(ops: Sequence[PlacedOp], prefill: PrefillPlan, links: Links) -> int:
+def staging_bytes(
+    ops: Sequence[PlacedOp], prefill: PrefillPlan, machine: HardwareProfile,
+    remote: Sequence[str], dtype: Dtype,
+) -> int:  # fmt: skip
     """Bytes of the local tier's buffers for the staged parts of `ops`.
 
     Decode steps stage the ops of that transport, prompts what `prefill` stages in passes of its
@@ -31,7 +35,7 @@ def staging_bytes(ops: Sequence[PlacedOp], prefill: PrefillPlan, links: Links) -
             staged.append(op)
     total = sum(op.remote_bytes for op in staged)
     largest = max((op.largest_remote_part for op in staged), default=0)
-    ahead = bytes_ahead(ops, links)
+    ahead = bytes_ahead(ops, machine, remote, dtype)
     return ring_bytes(largest, total, ahead) + spare_experts(expert) * expert
 
 
@@ -49,23 +53,32 @@ def ring_bytes(largest: int, total: int, ahead: int = 0) -> int:
     return min(total, max(2 * largest, ahead, min(total // 2, RING_GROUPS * STAGED_TOGETHER)))
 
 
-def bytes_ahead(ops: Iterable[PlacedOp], links: Links) -> int:
-    """Bytes of what two layers stage, if copies begin behind attention alone; 0 if they do not.
+def bytes_ahead(
+    ops: Iterable[PlacedOp], machine: HardwareProfile, remote: Sequence[str], dtype: Dtype
+) -> int:
+    """Bytes of what two layers stage, if copies are held back from attention; 0 if they are not.
 
     Attention that reads a link itself would share it with copies that begin ahead of it, while the
     products behind it leave the link to copies. So those of a whole layer begin when attention of
     the layer before has ended, and the buffers hold two layers: what is in use, and what follows.
 
-    Copies begin as there is room where attention reads the link for less than half of its time,
-    and where two layers have more than MOST_AHEAD bytes: such copies take longer than products, so
-    that the link limits the step in any order. `links` has the tiers of `ops` in their order.
+    Copies begin as there is room where attention reads no link that they use for more than half of
+    its time, even at half of the link's rate; and where those of a layer take more than twice as
+    long as its products, since the link then limits the step in any order. The tiers of `ops` are
+    the local one and `remote`; `dtype` is the model's.
     """
-    layer, shares = 0, False
+    links, layer, products = Links.of(machine, remote), 0, 0.0
+    direct, copied = list(links.direct.values()), list(links.staged.values())
+    read, copies = [0.0] * len(direct), [0.0] * len(direct)  # seconds of a layer, by tier
     for op in ops:
         if op.op.category == "attention":
-            times = (op.read_bytes(tier) / rate for tier, rate in enumerate(links.direct.values()))
-            local, *remote = times
-            shares = 2 * max(remote, default=0.0) > local
-        elif op.transport == "staged" and op.op.in_layer:
-            layer += op.largest_remote_part + PART_ROUNDING
-    return 2 * layer if shares and 2 * layer <= MOST_AHEAD else 0
+            read = [op.read_bytes(t) / op.op.layers / rate for t, rate in enumerate(direct)]
+        elif op.op.in_layer:
+            reading = op.op.read_bytes / direct[0]
+            products += max(reading, compute_time(op.op, machine, dtype))
+            if op.transport == "staged":
+                layer += op.largest_remote_part + PART_ROUNDING
+                for t in range(1, len(copied)):
+                    copies[t] += op.read_bytes(t) / op.op.layers / copied[t]
+    shares = any(2 * read[t] > read[0] for t, seconds in enumerate(copies) if t and seconds)
+    return 2 * layer if shares and max(copies) <= 2 * products else 0

@@ -146,9 +146,9 @@ class ResultWriter:
         """Compare the output to resume with the rows of the input; changes nothing.
 
         Returns notes for people, and the number of rows if the output is finished: all have a
-        known result, none of which is to be replaced or moved. Raises UsageError if rows have changed
-        since their results were written, unless `changed` or `force` was given, and CannotRun if
-        reading fails.
+        known result, none of which is to be replaced or moved. Raises UsageError if rows have
+        changed since their results were written, unless `changed` or `force` was given, and
+        CannotRun if reading fails.
         """
         if not self._resume or not os.path.isfile(self._name):
             return [], None

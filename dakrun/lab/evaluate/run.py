@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]  # points done, points in all, the ne
 class Evaluation:
     """How a run ended: its points, how many were new, and how many the budget left out.
 
-    `untimed` of all points have no time, since something was missing, like memory.
+    `untimed` of all points have no time, for lack of memory or for another reason.
     """
 
     points: int

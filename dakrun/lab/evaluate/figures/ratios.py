@@ -192,7 +192,7 @@ class SmallBatch(Ratios):
     def here(self) -> Iterator[str]:
         most: dict[str, list[float]] = {}
         for chart in self.charts:
-            curve = self.times(chart, "direct")
+            curve = self.better(chart)
             if (base := curve.get(0.0)) and (best := curve.fastest()):
                 most.setdefault(f"all in {self.scope.near}", []).append(base / best[1])
             for name, (_, gain) in self.of_rivals(chart).items():
