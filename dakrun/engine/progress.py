@@ -21,6 +21,9 @@ NO_SLOT = -1
 class EngineStats:
     """Totals of all runs so far; times are in seconds, by request or by decode step.
 
+    A row of several choices is as many requests, which count when they end, also where another
+    choice fails and makes the row an error.
+
     `capped` counts the requests that ended at max_model_len, short of their max_tokens,
     `structured` those whose answers must have a form, `valid` those of them that have it.
     `preempted` counts how often a request gave up its KV blocks, `swapped` how often such a request
