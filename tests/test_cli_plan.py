@@ -17,6 +17,7 @@ import dakrun
 from dakrun.cli import main
 from dakrun.errors import CannotRun
 from dakrun.hardware import load_profile, profile_text
+from dakrun.units import format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = "--max-decode-step"
@@ -481,6 +482,46 @@ def test_a_format_counts_as_it_is_stored() -> None:
         in shown
     )
     assert "costs of products with int4 are estimates" in shown
+
+
+def test_completions_of_a_file_are_as_long_as_generate_makes_them(tmp_path: Path) -> None:
+    """--max-tokens is 128 for rows without their own; 32 without a file, or without rows in it."""
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    (tmp_path / "none.txt").write_text("")
+
+    def tokens(*args: str) -> int:
+        shown = json.loads(run(*PLAN, "--json", *args).stdout)
+        return round(shown["workload"]["new_tokens"])
+
+    rows = ("-i", str(tmp_path / "p.txt"))
+    assert tokens(*rows) == tokens(*rows, "--max-tokens", "128") == 128
+    assert tokens(*rows, "--max-tokens", "32") == tokens() == 32
+    assert tokens("-i", str(tmp_path / "none.txt")) == 32
+
+
+def test_without_a_gpu_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dakrun.hardware.gpu_names", list)
+    for model in ("opt-125m", "opt-66b"):  # which do and do not fit
+        shown = run("plan", "--model", model, "--batch-size", "8", "--profile", "auto")
+        assert "no GPU was found: name one to plan for, as --profile h200-pcie5" in shown.stderr
+
+
+def test_strategies_are_compared_by_the_plans_that_are_shown() -> None:
+    """Those with the least time of a step and of the prompts that it carries."""
+    asked = ("plan", "--model", "glm-4.5-air-fp8", "--profile", "gh200", "--json")
+    shown = json.loads(run(*asked).stdout)
+    uniform = shown["uniform"]["predicted"]["decode_step_s"]
+    assert f"with uniform {format_seconds(uniform)}" in shown["strategy_reason"]
+
+
+def test_gains_that_are_written_as_zero_are_not_noted() -> None:
+    notes = [
+        line
+        for profile in ("h200-pcie5", "h100-pcie5", "gh200")
+        for line in run("plan", "--model", "llama-2-7b", "--profile", profile).stdout.splitlines()
+        if line.startswith("note ")
+    ]
+    assert not any(" 0.0%" in line for line in notes)
 
 
 def test_what_a_quantized_checkpoint_would_take() -> None:
