@@ -161,13 +161,13 @@ def test_copies_start_behind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
             assert Counter(name for name, _ in started) == Counter(order)
         last = order[order.index("4.o") :]
         assert {at for name, at in started if name in first} <= {*last}, "for the next pass"
-        late = {at for _, at in started} - {"begin", *behind, *last}
+        late = {at for _, at in started} - {*behind, *last}
         assert bool(late) == (items == 3)
         if items == 8:
             ahead = {
                 order.index(name) - order.index(at)
                 for name, at in started
-                if at in behind and name not in first
+                if at in behind[1:] and name not in first
             }
             assert ahead == {4, 5, 6, 7}, "from the next layer's o on"
         started.clear()

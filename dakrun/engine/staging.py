@@ -124,7 +124,8 @@ class StagingRing:
         """Start a pass's copies."""
         self._follow()
         self._next, self._copied, self._freed = 0, {}, None
-        self.start()
+        if not self.held:
+            self.start()
 
     def end(self) -> None:
         """Let the next launches wait for the copies."""
@@ -185,8 +186,8 @@ class Staging(StagingRing):
     Small ones that follow each other are one item of the ring (`grouped`), so that kernels wait
     for few copies. With `early` every pass leaves the first items of the next pass in the ring.
     `behind` may name matrices in their order, each the first one used behind an attention that
-    reads the link, too. Then copies start as a pass begins, and whenever one of these is used
-    next, so that attention mostly has the link for itself; behind the last as there is room.
+    reads the link, too. Then copies start whenever one of these is used next, so that attention
+    mostly has the link for itself, and behind the last of them as there is room.
     """
 
     def __init__(
@@ -223,8 +224,8 @@ class Staging(StagingRing):
 
     def begin(self) -> None:
         """Start a pass's copies."""
-        super().begin()
         self.held = bool(self._behind)
+        super().begin()
 
     def matrix(self, name: str) -> TieredMatrix:
         """The matrix, its remote rows in the ring where it is staged."""
