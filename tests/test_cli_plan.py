@@ -104,6 +104,7 @@ def test_the_answer_comes_first() -> None:
         "What each op needs",
     ]
     assert f"{shown['predicted']['tokens_per_s']:.1f}" == "536.8"
+    assert f"{shown['predicted']['tokens_per_s_with_prompts']:.1f}" == "504.8"
     used = [tier["used_bytes"] / 2**30 for tier in shown["tiers"]]
     assert [f"{size:.2f}" for size in used] == ["52.91", "4.72"]
     computing = run(*PLAN, "--batch-size", "512").stdout.splitlines()[2]
@@ -163,7 +164,8 @@ def test_json() -> None:
         assert 0 < shown["bound"][kind] < shown["predicted"][kind]
     assert shown["prefill"]["tokens"] == 8 * 1024 and shown["prefill"]["chunks"] == 2
     assert shown["phase"] == 1
-    assert shown["uniform"]["runs"] and set(shown["uniform"]["predicted"]) == set(shown["bound"])
+    figures = {*shown["bound"], "tokens_per_s_with_prompts"}
+    assert shown["uniform"]["runs"] and set(shown["uniform"]["predicted"]) == figures
     qkv = shown["ops"][0]
     assert qkv["transport"] == "direct"
     assert qkv["ridge_flops_per_byte"] == shown["profile"]["ridge_flops_per_byte"]

@@ -26,6 +26,7 @@ from dakrun.errors import UsageError
 
 TRANSPORTS = ("auto", "direct", "staged")
 STRATEGIES = ("auto", "greedy", "uniform")
+NEW_TOKENS, FILE_TOKENS = 32, 128  # of a completion: in a plan without a file; of a file's row
 
 
 def budget_options(prefix: str = "") -> Decorator:
@@ -207,7 +208,10 @@ workload_options = together(
 
 length_options = together(
     count_option("--prompt-len", default=32, help="Tokens of a prompt."),
-    count_option("--max-tokens", help="Tokens of a completion; default: 32, with -i 128."),
+    count_option(
+        "--max-tokens",
+        help=f"Tokens of a completion; default: {NEW_TOKENS}, of a file's rows {FILE_TOKENS}.",
+    ),
 )
 
 profile_option = option(
@@ -242,7 +246,9 @@ wide_option = click.option(
 )
 
 sampling_options = together(
-    count_option("--max-tokens", default=128, help="Maximum tokens to generate for a prompt."),
+    count_option(
+        "--max-tokens", default=FILE_TOKENS, help="Maximum tokens to generate for a prompt."
+    ),
     option("--temperature", type=float, default=0.0, help="0 takes the most likely token."),
     option("--top-k", type=int, default=0, help="0 keeps all tokens."),
     option("--top-p", type=float, default=1.0, help="1 keeps all tokens."),

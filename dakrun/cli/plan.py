@@ -12,6 +12,8 @@ import click
 from dakrun.cli.console import eprint, stdout_console
 from dakrun.cli.lookups import note_no_kernels, resolve_model, resolve_profile
 from dakrun.cli.options import (
+    FILE_TOKENS,
+    NEW_TOKENS,
     format_option,
     length_options,
     model_options,
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from dakrun.requests import RowCheck
 
 
-NEW_TOKENS, FILE_TOKENS = 32, 128  # of a completion; of a file's as generate's default
 NO_GPU = "no GPU was found: name one to plan for, as --profile h200-pcie5"
 NO_DRAFTS = (
     "the time is that of a run without drafts: how many of a file's drafts are right is not known "

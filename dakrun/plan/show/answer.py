@@ -4,7 +4,7 @@ A line ahead of them says if the kernels, whose speed is predicted, do not run o
 """
 
 from dakrun.hardware import LOCAL
-from dakrun.plan.advice import resource_text, tokens_per_s
+from dakrun.plan.advice import resource_text
 from dakrun.plan.run_time import RunForecast
 from dakrun.plan.show.json import predicted_figures
 from dakrun.plan.show.overview import Overview
@@ -49,8 +49,8 @@ def _speed_text(shown: Overview, run: RunForecast | None) -> str:
     )
     if run is None:
         return (
-            f"{speed['tokens_per_s']:,.1f} tokens/s in decode steps, {tokens_per_s(plan):,.1f} "
-            f"with prompts; {step}"
+            f"{speed['tokens_per_s']:,.1f} tokens/s in decode steps, "
+            f"{speed['tokens_per_s_with_prompts']:,.1f} with prompts; {step}"
         )
     return (
         f"{run.tokens_per_s:,.1f} tokens/s in the whole run of {run.seconds:,.1f} s "

@@ -145,11 +145,14 @@ def bound_figures(forecast: Forecast) -> dict[str, float]:
 def predicted_figures(forecast: Forecast) -> dict[str, float]:
     """Speed with the profile's efficiencies and fixed costs.
 
-    TTFT is that of a whole batch (predict_prefill), tokens/s that of decode steps. EB is the
-    model's weight bytes over the step's time (arXiv 2604.26074), EB total the weight and KV bytes
-    that the step really reads over that time.
+    TTFT is that of a whole batch (predict_prefill), tokens/s that of decode steps, and with the
+    prompts of their requests (advice.tokens_per_s). EB is the model's weight bytes over the step's
+    time (arXiv 2604.26074), EB total the weight and KV bytes that the step really reads over that
+    time.
     """
-    return _figures(forecast.plan, forecast.plan.predicted_s, forecast.prefill.predicted_s)
+    plan = forecast.plan
+    figures = _figures(plan, plan.predicted_s, forecast.prefill.predicted_s)
+    return figures | {"tokens_per_s_with_prompts": tokens_per_s(plan)}
 
 
 def _figures(plan: Plan, step_s: float, ttft_s: float) -> dict[str, float]:
