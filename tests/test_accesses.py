@@ -29,14 +29,24 @@ def test_a_plan_s_sms_and_windows() -> None:
             assert remote == TierAccess(own or of_tier.sms, of_tier.window_bytes, mixed)
 
 
-def test_what_is_staged_is_no_link_s() -> None:
+@pytest.mark.parametrize(
+    ("ratio", "sms"), [(0.001, 1), (0.0095, 2), (0.0109, 2), (0.0303, 4), (0.06, 8), (0.077, 11)]
+)
+def test_what_is_staged_is_read_from_hbm(ratio: float, sms: int) -> None:
+    """The SMs of a staged part end with the others: 1.4% of the bytes are two SMs' of 132."""
     work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
-    policy = Policy(remote=("peer",), offload_ratio=0.06, kv_offload_ratio=0.0, transport="staged")
+    policy = Policy(
+        remote=("peer",), offload_ratio=ratio, kv_offload_ratio=0.0, transport="staged",
+        strategy="uniform",
+    )  # fmt: skip
     plan = make_plan(known_model("opt-30b"), work, load_profile("h200-nvlink-peer"), policy)
-    for name in ("qkv", "o", "fc1", "fc2"):
+    total = plan.profile.sms
+    for name in ("fc1", "fc2"):
         _, remote = tier_accesses(plan, plan.profile.card)[name]
-        assert remote == TierAccess(round(plan.op(name).ratio * plan.profile.sms))
-        assert not plan.op(name).mixed(1)
+        share = plan.op(name).ratio
+        assert remote == TierAccess(sms) and not plan.op(name).mixed(1)
+        busiest = [max(share / n, (1 - share) / (total - n)) for n in range(1, total)]
+        assert busiest[sms - 1] == min(busiest)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,22 @@ def test_the_smallest_that_fits(counts: list[int], data: st.DataObject) -> None:
         assert any(room < n for room, n in zip(smaller, used, strict=True))
 
 
-@given(COUNTS)
-def test_slots_filled_in_order_need_no_larger_bucket(counts: list[int]) -> None:
-    order, options = fill_order(counts), buckets(counts)
+@given(st.integers(1, 250), st.integers(1, 250))
+def test_rows_in_proportion_need_no_larger_bucket(local: int, remote: int) -> None:
+    """Where a step has half of a bucket's idle rows: as many as it has on average."""
+    counts = local, remote
+    order, options, before = fill_order(counts), buckets(counts), 0
     for size in (sum(b) for b in options):
-        used, first = [], 0
-        for count in counts:
-            used.append(sum(first <= slot < first + count for slot in order[:size]))
-            first += count
-        assert sum(fitting(options, used)) == size
+        rows = size - (size - before) // 2
+        used = sum(slot < local for slot in order[:rows])
+        assert sum(fitting(options, (used, rows - used))) == size
+        before = size
+
+
+def test_a_small_tier_may_have_more_than_its_share() -> None:
+    """As in a file of short and long requests: of 720 + 8 slots, 554 + 8 are in use."""
+    counts = 720, 8
+    assert sum(fitting(buckets(counts), (554, 8))) == 576
+    assert sum(fitting(buckets(counts), (340, 6))) == 352
+    assert sum(fitting(buckets((461, 51)), (386, 45))) == 448
+    assert sum(fitting(buckets((51, 461)), (45, 386))) == 448

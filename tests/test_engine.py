@@ -111,6 +111,31 @@ def test_requests_begin_in_groups(path: Path, together: int, chunk_tokens: int) 
     assert groups[2:-1] == [least] * (len(groups) - 3) and groups[-1] <= least
 
 
+def test_prompts_and_rows_fit_in_a_launch(path: Path) -> None:
+    """The idle rows of the rows' bucket count: 65 tokens more than one launch multiplies cost two.
+
+    With these rows' slots in two tiers, the bucket may have many more rows than run.
+    """
+    params = [SamplingParams(max_tokens=2 + i % 5) for i in range(9)]
+    prompts = [[5] * 60 + [i] for i in range(9)]
+    with load(path, batch_size=3, max_model_len=128) as llm:
+        runner, taken = llm.engine.runner, list[tuple[int, int]]()
+        before = [one.token_ids for one in llm.generate(prompts, params)]
+        runner.chunk_tokens, launch = 256, runner.launch
+
+        def counted(step: Step) -> None:
+            if step.decode and step.prompts:
+                beside = runner.tokens_beside([row.slot for row in step.decode], 1)
+                taken.append((beside, sum(row.length for row in step.prompts)))
+            launch(step)
+
+        runner.launch = counted  # type: ignore[method-assign]
+        runner.tokens_beside = lambda slots, width: 64 * len(slots) * width  # type: ignore[method-assign]
+        assert [one.token_ids for one in llm.generate(prompts, params)] == before
+    assert taken and all(prompt <= max(128, 256 - beside) for beside, prompt in taken)
+    assert any(beside >= 128 for beside, _ in taken)
+
+
 def test_groups_follow_the_time_of_launches(path: Path) -> None:
     """Where the CPU launches slowly, more requests share a launch; what waits counts as four."""
     groups = PromptGroups(

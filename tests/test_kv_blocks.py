@@ -83,6 +83,17 @@ def test_what_does_not_fit() -> None:
         KVShape(1, 72, 64)
 
 
+def test_a_window_has_room_for_short_blocks() -> None:
+    """Of the ends of heads, which CTAs read at the same time."""
+    host = TierAccess(sms=8, window_bytes=256 << 10)
+    shape = KVShape(8, 128, 2048)  # stages of 16 KiB: two for each SM, if all were whole
+    config = attention_config(shape, (96, 32), (TierAccess(), host), card=H200)
+    assert config.ctas[1] * config.windows[1] * stage_bytes(shape) == 512 << 10
+    peer = TierAccess(sms=40, window_bytes=4 << 20)
+    config = attention_config(shape, (96, 32), (TierAccess(), peer), card=H200)
+    assert config.windows[1] == config.stages, "what fills the ring as it is"
+
+
 @given(
     st.sampled_from(HEAD_DIMS), st.integers(1, 64), st.integers(1, 200_000),
     st.integers(0, 300), st.integers(0, 300), st.integers(1, 1 << 22), st.integers(1, 200),
@@ -98,7 +109,8 @@ def test_how_it_is_launched(
     assert config.ctas[1] <= min(8, sms * 8, remote * heads)
     assert config.idle == max(0, sms - sum(config.ctas)), "one for each SM"
     in_flight = config.ctas[1] * config.windows[1] * stage_bytes(shape)
-    assert config.windows[1] == 1 or in_flight <= window
+    assert config.windows[1] == 1 or in_flight <= 2 * window, "twice of what whole stages need"
+    assert max(config.windows) <= config.stages
     assert config.max_splits <= 128 and config.max_chunks <= 7
     alone = attention_config(shape, (1,), tiers[:1], card=H200, capacity=9)
     assert (alone.split_blocks, alone.chunk_blocks) == (config.split_blocks, config.chunk_blocks), (
@@ -126,7 +138,7 @@ def test_long_heads_have_shorter_rings(slots: int, positions: int, stages: int) 
 @pytest.mark.parametrize(
     ("slots", "window", "ctas"),
     [
-        ((63, 1), 2**18, (128, 4)), ((63, 1), 2**20, (124, 8)), ((62, 2), 2**18, (124, 8)),
+        ((63, 1), 2**17, (128, 4)), ((63, 1), 2**20, (124, 8)), ((62, 2), 2**18, (124, 8)),
         ((0, 4), 2**18, (0, 8)),
     ],
 )  # fmt: skip
@@ -138,7 +150,9 @@ def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
     config = attention_config(KVShape(8, 128, 2048), slots, tiers, card=H200)
     assert config.ctas == ctas
     ring = config.stages * stage_bytes(config.shape)
-    assert config.ctas[1] * config.windows[1] * stage_bytes(config.shape) == min(window, 8 * ring)
+    four = 4 * stage_bytes(config.shape)  # the largest window of a CTA, but for a whole ring
+    in_flight = config.windows[1] * stage_bytes(config.shape)
+    assert in_flight == (ring if window > 8 * ring else four)
     uneven = replace(H200, even_waves=False)
     kept = attention_config(KVShape(8, 128, 2048), slots, tiers, card=uneven)
     assert kept.ctas == (132 - 8 if slots[0] else 0, 8), "all SMs of the tier"

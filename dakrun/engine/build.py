@@ -4,6 +4,7 @@ Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -234,8 +235,8 @@ def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
 def tier_accesses(plan: Plan, card: Card) -> dict[str, tuple[TierAccess, ...]]:
     """How kernels on `card` read each of the plan's tiers, by op, the local tier first.
 
-    A staged part is read from HBM, by SMs in proportion to its bytes. Of staged experts it says how
-    steps of few rows read them, which do not stage them.
+    A staged part is read from HBM, by SMs in proportion to its bytes (`_sms_for`). Of staged
+    experts it says how steps of few rows read them, which do not stage them.
     """
     return {op.op.name: (TierAccess(), *_remote(plan, op, card)) for op in plan.ops}
 
@@ -266,4 +267,16 @@ def _remote(plan: Plan, op: OpPlan, card: Card) -> list[TierAccess]:
     shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]
     spare = 1 if op.resident_bytes(0) else 0
     highest = plan.profile.sms - spare - len(shares) + 1
-    return [TierAccess(min(highest, max(1, round(share * plan.profile.sms)))) for share in shares]
+    return [TierAccess(min(highest, _sms_for(share, plan.profile.sms))) for share in shares]
+
+
+def _sms_for(share: float, sms: int) -> int:
+    """How many of `sms` SMs are to read a `share` of the bytes, so that the last one ends soonest.
+
+    That is the share of them rounded up, unless little is above a whole number: with 1.4% of 132
+    SMs' bytes (1.9), one SM would take nearly twice as long as all others.
+    """
+    whole = max(1, math.floor(share * sms))
+    if whole + 1 >= sms:
+        return whole
+    return min((whole, whole + 1), key=lambda own: max(share / own, (1 - share) / (sms - own)))

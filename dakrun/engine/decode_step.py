@@ -4,6 +4,7 @@ A row of the batch is a slot's newest token. Knows batch buckets and the rows' b
 device, neither graphs nor requests.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -305,9 +306,18 @@ def fill_order(counts: Sequence[int]) -> list[int]:
 
 
 def buckets(counts: Sequence[int]) -> list[Bucket]:
-    """Buckets to capture for `counts` slots by tier, the smallest first; the last has all slots."""
-    slots, order = sum(counts), fill_order(counts)
-    return [_bucket(order[:size], counts) for size in _sizes(slots)]
+    """Buckets to capture for `counts` slots by tier, the smallest first; the last has all slots.
+
+    A bucket has rows of each tier in the proportion of `counts`, and some more of the tiers with
+    few slots. Requests end in any order, so such a tier often has more than its share of those that
+    run, and a step of 560 rows would need the bucket of 704.
+    """
+    order, found, before = fill_order(counts), list[Bucket](), 0
+    for size in _sizes(sum(counts)):
+        rows = _bucket(order[:size], counts)
+        found.append(_with_spare(rows, counts, (size - before) // 2))
+        before = size
+    return found
 
 
 def fitting(options: Sequence[Bucket], used: Sequence[int]) -> Bucket:
@@ -329,4 +339,26 @@ def _bucket(slots: Sequence[int], counts: Sequence[int]) -> Bucket:
     for count in counts:
         rows.append(sum(first <= slot < first + count for slot in slots))
         first += count
+    return tuple(rows)
+
+
+def _with_spare(bucket: Bucket, counts: Sequence[int], idle: int) -> Bucket:
+    """`bucket` with rows moved from the first tier to others, for steps with `idle` idle rows.
+
+    With m idle rows and a share f of all slots in a tier, m (1 - 2 f) / 2 rows more give this tier
+    and the first one equal room for others than expected. Two standard deviations are enough: of n
+    slots, of which a share p is in use at random, that is 2 sqrt(n p (1 - p)).
+    """
+    used = sum(bucket) / sum(counts)
+    rows = list(bucket)
+    for tier, count in enumerate(counts):
+        if tier == 0:
+            continue
+        centred = idle * (1 - 2 * count / sum(counts)) / 2
+        spread = 2 * math.sqrt(count * used * (1 - used))
+        moved = math.trunc(max(-spread, min(spread, centred)))
+        moved = min(moved, count - rows[tier], rows[0])
+        moved = max(moved, -rows[tier], rows[0] - counts[0])
+        rows[tier] += moved
+        rows[0] -= moved
     return tuple(rows)

@@ -245,9 +245,10 @@ class Engine:
         if new and self._ends_soon() and not (none_now or self.prompts.fills_a_pass):
             return (), ()  # others can then begin with these
         begins = none_now or not decoding or self.prompts.is_worth_a_pass(len(self._running))
-        return decoding, self.prompts.take_parts(
-            len(decoding) * (1 + drafts)
-        ) if new and begins else ()
+        if not (new and begins):
+            return decoding, ()
+        beside = self.runner.tokens_beside([r.slot for r in decoding], 1 + drafts)
+        return decoding, self.prompts.take_parts(beside)
 
     def _ends_soon(self) -> bool:
         """Whether all that run have decoded, and end with the steps in flight."""

@@ -145,6 +145,10 @@ class GraphRunner:
         if self.expert_use is not None:
             self.expert_use.clear()
 
+    def tokens_beside(self, slots: Sequence[int], width: int) -> int:
+        """Tokens of the bucket of rows of `slots`, of `width` tokens each."""
+        return sum(self._rows.bucket(slots)) * width if slots else 0
+
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Start a step in the smallest bucket that holds all decode rows."""

@@ -67,7 +67,7 @@ class PromptQueue:
         return self._left > 0 or tokens >= self._runner.chunk_tokens
 
     def take_parts(self, beside: int) -> list[tuple[RequestState, Row]]:
-        """The parts of prompts that the next step computes beside so many tokens of decode rows.
+        """The parts of prompts that the next step computes `beside` so many tokens of a bucket.
 
         Together with these they have up to chunk_tokens tokens, as many as one launch
         multiplies, but half of that at least. A request waits for the next step if this one

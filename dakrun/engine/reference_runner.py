@@ -230,6 +230,10 @@ class ReferenceRunner:
         if self.drafter is not None:
             self.drafter.begin(row.slot, row.sampling.history.last(row.last + 1))
 
+    def tokens_beside(self, slots: Sequence[int], width: int) -> int:
+        """Tokens of the rows of `slots`, of `width` tokens each."""
+        return len(slots) * width
+
     def has_ended(self) -> bool:
         """No device waits: steps are computed in `launch`."""
         return False

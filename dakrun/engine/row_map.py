@@ -31,6 +31,13 @@ class RowMap:
         """Assign all rows anew in the next step, since slots have got other requests or tokens."""
         self.slots = []
 
+    def bucket(self, slots: Iterable[int]) -> Bucket:
+        """The smallest bucket that holds a row of each of `slots`."""
+        counts = [0] * len(self._cache.counts)
+        for slot in slots:
+            counts[self._cache.tier(slot)] += 1
+        return fitting(self._buckets, counts)
+
     def assign(self, rows: Sequence[Row]) -> tuple[Bucket, bool]:
         """Give each of `rows` a row of the smallest bucket that holds them all.
 
@@ -38,10 +45,7 @@ class RowMap:
         Returns the bucket, and whether any row of the batch has changed.
         """
         positions = {row.slot: row.start for row in rows}
-        counts = [0] * len(self._cache.counts)
-        for slot in positions:
-            counts[self._cache.tier(slot)] += 1
-        bucket = fitting(self._buckets, counts)
+        bucket = self.bucket(positions)
         groups: list[RowGroup] | None
         if len(self.slots) == sum(bucket) and positions.keys() <= set(self.slots):
             mapped = [slot if slot in positions else IDLE for slot in self.slots]

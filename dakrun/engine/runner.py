@@ -59,6 +59,13 @@ class Runner(Protocol):
         """Further facts for the report, JSON-ready."""
         ...
 
+    def tokens_beside(self, slots: Sequence[int], width: int) -> int:
+        """Tokens that a pass computes for rows of `slots`, of `width` tokens each.
+
+        Those of idle rows are included.
+        """
+        ...
+
     def launch(self, step: Step) -> None:
         """Start a step. The tokens that it chooses become the newest of their slots.
 
