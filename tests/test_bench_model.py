@@ -69,14 +69,10 @@ def a_plan(profile: str = "h200-pcie5", batch_size: int = 8, **fixed: Any) -> Pl
     return make_plan(config, workload, load_profile(profile), Policy(**fixed))
 
 
-# Of three batches of eight, the last one not full.
-TTFT_S = (*[0.1] * 7, 0.3, *[0.1] * 7, 0.2, 0.1, 0.1)
-
-
 def row(point: ModelCase = POINT, **changes: Any) -> dict[str, Any]:
     plan = a_plan(batch_size=point.batch_size, **changes)
     return measured_row(
-        point, plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=TTFT_S, prefill_s=0.4,
+        point, plan, step_s=array("d", (0.02, 0.03, 0.04)), ttft_s=0.2,
         kv_bytes=1e9, limit_s=0.015, ceiling_bytes_per_s=5e12, gap_s=2e-6, gpu_bytes=14 * 2**30,
     )  # fmt: skip
 
@@ -392,7 +388,7 @@ def test_a_tiny_model(tiny: tuple[object, ...], tmp_path: Path) -> None:
         assert found["eb_bytes_per_s"] * found["step_s"] == pytest.approx(found["weight_bytes"])
         assert found["eb_total_bytes_per_s"] > found["eb_bytes_per_s"]
         assert 0 < found["limit_s"] < found["predicted_s"]
-        assert found["prefill_s"] > 0 and found["ttft_s"] > 0
+        assert found["ttft_s"] > 0
         assert found["gap_s"] is None and found["gpu_bytes"] is None
         positions = 2 * 162 * 320  # which are no matrix of the plan
         assert found["weight_bytes"] == weights - positions

@@ -45,7 +45,7 @@ else:
     sizes = [int(n) for n in of("--batch-size")] or [8]
     ratios, ways = map(float, of("--ratio") or [0]), of("--transport") or ["auto"]
     rows = [{"batch_size": n, "asked_ratio": ratio, "asked_transport": way, "step_s": slow * n,
-             "prefill_s": slow, "spread": 0.0, "limit_over_time": 0.99 / slow, "speedup": 2.0,
+             "ttft_s": slow, "spread": 0.0, "limit_over_time": 0.99 / slow, "speedup": 2.0,
              "eb_total_over_ceiling": 0.9 / slow, "prediction_error": -0.01, "problem": None,
              "remote_read_bytes": 98, "draft_step_s": slow}
             for n, ratio, way in itertools.product(sizes, ratios, ways)]

@@ -225,7 +225,7 @@ TABLE = {
             ("llama", Run(f"{LLAMA} {MANY}", 30), rows("step_s", SLOWER)),
             ("file", replace(FILE, seconds=65), [Bar("tokens/s", RATE, 0.42)]),
             ("prompts", Run(f"{LLAMA} --batch-size 1 --batch-size 16 --prompt-len 4096 "
-                            "--new-tokens 3", 25), rows("prefill_s", {1: 2.6, 16: 2.6})),
+                            "--new-tokens 3", 25), rows("ttft_s", {1: 2.6, 16: 2.6})),
         )
     ],
     "formats": [

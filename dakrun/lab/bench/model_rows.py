@@ -90,17 +90,17 @@ def row_of(point: ModelCase, **figures: Any) -> dict[str, Any]:
 
 
 def measured_row(
-    point: ModelCase, plan: Plan, *, step_s: Sequence[float], ttft_s: Sequence[float],
+    point: ModelCase, plan: Plan, *, step_s: Sequence[float], ttft_s: float,
     kv_bytes: float, limit_s: float, ceiling_bytes_per_s: float, expert_reads: Reads | None = None,
     gpu_bytes: int | None = None, **measured: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The row of a point that ran with `plan`; the rival's figures are missing. Times in seconds.
 
     `step_s` are decode steps of the whole batch, which read `kv_bytes` of KV on average; `ttft_s`
-    is by request, batch after batch. `ceiling_bytes_per_s` is the sum over all tiers in use. On a
-    GPU `gpu_bytes` is the allocated memory without the CUDA context. `expert_reads` are the mean
-    bytes that a step read in each tier, by op and layer of experts. `measured` are other figures:
-    `prefill_s` of a batch, `gap_s` between two steps on a GPU, and of a mixture the
+    is what all prompts of a batch take, ahead of its first decode step. `ceiling_bytes_per_s` is
+    the sum over all tiers in use. On a GPU `gpu_bytes` is the allocated memory without the CUDA
+    context. `expert_reads` are the mean bytes that a step read in each tier, by op and layer of
+    experts. `measured` are other figures: `gap_s` between two steps on a GPU, and of a mixture the
     `experts_per_step` of a layer and the `local_read_share` of their bytes in HBM.
     """
     reads, time, size = expert_reads or {}, statistics.median(step_s), point.batch_size
@@ -112,7 +112,6 @@ def measured_row(
     remote = {op.transport for op in placed if op.ratio > 0}
     experts = experts_figures(plan) or {}
     planned = sum(nbytes for name, nbytes in plan.memory(0).items() if name != "context")
-    last = [max(ttft_s[i : i + size]) for i in range(0, len(ttft_s), size)]  # of batches
     return row_of(
         point,
         transports="+".join(sorted(remote)) or None,
@@ -129,7 +128,7 @@ def measured_row(
         bound_s=plan.bound_s,
         predicted_s=plan.predicted_s,
         prediction_error=plan.predicted_s / time - 1 if plan.profile.comparable else None,
-        ttft_s=statistics.median(last),
+        ttft_s=ttft_s,
         predicted_ttft_s=predict_prefill(plan).predicted_s,
         predicted_experts_per_step=experts.get("experts_read_per_step"),
         predicted_local_read_share=experts.get("local_read_share"),
@@ -225,5 +224,5 @@ COLUMNS = (
     Column("best_speedup", "speedup in HBM", _factor, rank=6),
 )
 # Of rows, but of no table. Read bytes are those of a step; `problem` says why nothing was measured.
-UNSHOWN = ("steps", "spread", "bound_s", "prefill_s", "weight_bytes", "hbm_read_bytes",
+UNSHOWN = ("steps", "spread", "bound_s", "weight_bytes", "hbm_read_bytes",
            "remote_read_bytes", "problem")  # fmt: skip
