@@ -1,5 +1,7 @@
 """How the GPU reads tiers, as plans and modules have it."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,10 +32,10 @@ def test_a_plan_s_sms_and_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "sms"), [(0.001, 1), (0.0095, 2), (0.0109, 2), (0.0303, 4), (0.06, 8), (0.077, 11)]
+    ("ratio", "sms"), [(0.001, 1), (0.0095, 2), (0.0109, 2), (0.0303, 4), (0.06, 8), (0.9, 118)]
 )
 def test_what_is_staged_is_read_from_hbm(ratio: float, sms: int) -> None:
-    """The SMs of a staged part end with the others: 1.4% of the bytes are two SMs' of 132."""
+    """The SMs of a staged part end with the others: of 1.1% of the bytes, 1.45 SMs', two."""
     work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
     policy = Policy(
         remote=("peer",), offload_ratio=ratio, kv_offload_ratio=0.0, transport="staged",
@@ -47,6 +49,29 @@ def test_what_is_staged_is_read_from_hbm(ratio: float, sms: int) -> None:
         assert remote == TierAccess(sms) and not plan.op(name).mixed(1)
         busiest = [max(share / n, (1 - share) / (total - n)) for n in range(1, total)]
         assert busiest[sms - 1] == min(busiest)
+
+
+def test_what_is_staged_from_several_tiers_is_read_evenly() -> None:
+    """An SM more for one part and one less for another would make none end sooner."""
+    work = Workload(batch_size=8, prompt_len=32, new_tokens=32, max_model_len=64)
+    policy = Policy(
+        remote=("host", "peer"), offload_ratio=0.5, kv_offload_ratio=0.0, transport="staged",
+        strategy="uniform",
+    )  # fmt: skip
+    profile = load_profile("h200-nvlink-peer")
+    plan = make_plan(known_model("opt-30b"), work, profile, policy)
+    staged = [op for op in plan.weights() if op.transport == "staged"]
+    assert any(op.resident_bytes(1) and op.resident_bytes(2) for op in staged)
+    for op in staged:
+        held = [op.resident_bytes(tier) for tier in range(3)]
+        _, *remote = tier_accesses(plan, profile.card)[op.op.name]
+        sms = [132 - sum(of.sms or 0 for of in remote), *(of.sms or 0 for of in remote)]
+        assert min(sms) >= 1
+        most = max(n / own for n, own in zip(held, sms, strict=True))
+        for fewer, more in itertools.permutations(range(3), 2):
+            other = [own - (i == fewer) + (i == more) for i, own in enumerate(sms)]
+            if min(other) >= 1:
+                assert most <= max(n / own for n, own in zip(held, other, strict=True)) + 1e-6
 
 
 @pytest.mark.parametrize(

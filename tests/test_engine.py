@@ -116,12 +116,12 @@ def test_prompts_and_rows_fit_in_a_launch(path: Path) -> None:
 
     With these rows' slots in two tiers, the bucket may have many more rows than run.
     """
-    params = [SamplingParams(max_tokens=2 + i % 5) for i in range(9)]
-    prompts = [[5] * 60 + [i] for i in range(9)]
-    with load(path, batch_size=3, max_model_len=128) as llm:
+    params = [SamplingParams(max_tokens=2 + i % 5) for i in range(24)]
+    prompts = [[5] * 60 + [i] for i in range(24)]
+    with load(path, batch_size=6, max_model_len=128) as llm:
         runner, taken = llm.engine.runner, list[tuple[int, int]]()
         before = [one.token_ids for one in llm.generate(prompts, params)]
-        runner.chunk_tokens, launch = 256, runner.launch
+        runner.chunk_tokens, launch, llm.engine.prompts.together = 160, runner.launch, 3
 
         def counted(step: Step) -> None:
             if step.decode and step.prompts:
@@ -132,8 +132,8 @@ def test_prompts_and_rows_fit_in_a_launch(path: Path) -> None:
         runner.launch = counted  # type: ignore[method-assign]
         runner.tokens_beside = lambda slots, width: 64 * len(slots) * width  # type: ignore[method-assign]
         assert [one.token_ids for one in llm.generate(prompts, params)] == before
-    assert taken and all(prompt <= max(128, 256 - beside) for beside, prompt in taken)
-    assert any(beside >= 128 for beside, _ in taken)
+    assert taken and all(prompt <= max(80, 160 - beside) for beside, prompt in taken)
+    assert max(prompt for _, prompt in taken) > 64
 
 
 def test_groups_follow_the_time_of_launches(path: Path) -> None:

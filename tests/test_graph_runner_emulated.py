@@ -34,6 +34,7 @@ from dakrun.engine import (
     step_graphs,
 )
 from dakrun.engine.pass_graphs import PassGraphs
+from dakrun.engine.step import Step
 from dakrun.grammars import Grammars
 from dakrun.kernels.attention import KVShape
 from dakrun.memory.matrix import TieredMatrix
@@ -130,8 +131,18 @@ def requests() -> list[Request]:
 
 
 def run(engine: Engine) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for one in engine.generate(requests()):
+    found, runner, launch = {}, engine.runner, engine.runner.launch
+
+    def checked(step: Step) -> None:
+        launch(step)
+        slots = [row.slot for row in step.decode]
+        assert isinstance(runner, GraphRunner)
+        assert runner.tokens_beside(slots, 1) == (len(runner._rows.slots) if slots else 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", checked)
+        completions = list(engine.generate(requests()))
+    for one in completions:
         assert isinstance(one, Completion), one
         found[one.id] = one.token_ids
         if one.logprobs is not None:

@@ -138,14 +138,18 @@ def test_long_heads_have_shorter_rings(slots: int, positions: int, stages: int) 
 @pytest.mark.parametrize(
     ("slots", "window", "ctas"),
     [
-        ((63, 1), 2**17, (128, 4)), ((63, 1), 2**20, (124, 8)), ((62, 2), 2**18, (124, 8)),
+        ((127, 1), 2**18, (128, 4)), ((63, 1), 2**18, (124, 8)), ((63, 1), 2**20, (124, 8)),
+        ((62, 2), 2**18, (124, 8)),
         ((0, 4), 2**18, (0, 8)),
     ],
 )  # fmt: skip
 def test_a_remote_tier_leaves_ctas_that_the_local_one_has_use_for(
     slots: tuple[int, int], window: int, ctas: tuple[int, int]
 ) -> None:
-    """504 heads are five for one of 124 CTAs, and four for each of 128."""
+    """1,016 heads are nine for one of 124 CTAs, and eight for each of 128.
+
+    With one slot of 64 the link takes longer than HBM, and needs all that may be in flight.
+    """
     tiers = (TierAccess(), TierAccess(8, window))
     config = attention_config(KVShape(8, 128, 2048), slots, tiers, card=H200)
     assert config.ctas == ctas

@@ -4,7 +4,6 @@ Knows which plans the kernels can run, and how they read each tier under a plan.
 """
 
 import bisect
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -235,8 +234,8 @@ def _expert_copies(plan: Plan, backend: KernelBackend) -> ExpertCopies | None:
 def tier_accesses(plan: Plan, card: Card) -> dict[str, tuple[TierAccess, ...]]:
     """How kernels on `card` read each of the plan's tiers, by op, the local tier first.
 
-    A staged part is read from HBM, by SMs in proportion to its bytes (`_sms_for`). Of staged
-    experts it says how steps of few rows read them, which do not stage them.
+    A staged part is read from HBM, by SMs in proportion to its bytes. Of staged experts it says how
+    steps of few rows read them, which do not stage them.
     """
     return {op.op.name: (TierAccess(), *_remote(plan, op, card)) for op in plan.ops}
 
@@ -257,26 +256,24 @@ def direct_accesses(
 
 def _remote(plan: Plan, op: OpPlan, card: Card) -> list[TierAccess]:
     """How kernels read the remote tiers of `op`."""
-    names, total = plan.tiers[1:], op.op.layers * op.op.resident_bytes
+    names = plan.tiers[1:]
     if op.transport == "staged" and op.op.chances:
         costs = StepCosts(plan.model, plan.workload, plan.profile, names)
         op_sms = costs.placed(op.op, op.placement, "direct").sms
         return direct_accesses(plan.profile, names, op_sms[1:], card)
     if op.transport == "direct":
         return direct_accesses(plan.profile, names, op.sms[1:], card)
-    shares = [op.resident_bytes(tier) / total for tier in range(1, len(plan.tiers))]
-    spare = 1 if op.resident_bytes(0) else 0
-    highest = plan.profile.sms - spare - len(shares) + 1
-    return [TierAccess(min(highest, _sms_for(share, plan.profile.sms))) for share in shares]
+    held = [op.resident_bytes(tier) for tier in range(len(plan.tiers))]
+    return [TierAccess(max(1, own)) for own in _sms_of(held, plan.profile.sms)[1:]]
 
 
-def _sms_for(share: float, sms: int) -> int:
-    """How many of `sms` SMs are to read a `share` of the bytes, so that the last one ends soonest.
+def _sms_of(nbytes: Sequence[int], sms: int) -> list[int]:
+    """How many of `sms` SMs read each part of `nbytes`, so that the last of them ends soonest.
 
-    That is the share of them rounded up, unless little is above a whole number: with 1.4% of 132
-    SMs' bytes (1.9), one SM would take nearly twice as long as all others.
+    Each SM more is for the part with most bytes to an SM. Rounded shares would not do: of 1.1% of
+    the bytes, 1.45 of 132 SMs', one SM takes 1.45 times as long as all others for theirs.
     """
-    whole = max(1, math.floor(share * sms))
-    if whole + 1 >= sms:
-        return whole
-    return min((whole, whole + 1), key=lambda own: max(share / own, (1 - share) / (sms - own)))
+    found = [int(n > 0) for n in nbytes]
+    for _ in range(sms - sum(found)):
+        found[max(range(len(found)), key=lambda i: nbytes[i] / max(1, found[i]))] += 1
+    return found

@@ -310,7 +310,8 @@ def buckets(counts: Sequence[int]) -> list[Bucket]:
 
     A bucket has rows of each tier in the proportion of `counts`, and some more of the tiers with
     few slots. Requests end in any order, so such a tier often has more than its share of those that
-    run, and a step of 560 rows would need the bucket of 704.
+    run: of 720 slots in HBM and 8 in host memory, 552 and 8 would need the bucket of 704 rows. The
+    price is that just as many rows as a bucket has, which fill the slots in order, need the next.
     """
     order, found, before = fill_order(counts), list[Bucket](), 0
     for size in _sizes(sum(counts)):
@@ -343,22 +344,26 @@ def _bucket(slots: Sequence[int], counts: Sequence[int]) -> Bucket:
 
 
 def _with_spare(bucket: Bucket, counts: Sequence[int], idle: int) -> Bucket:
-    """`bucket` with rows moved from the first tier to others, for steps with `idle` idle rows.
+    """`bucket` with rows moved from tier to tier, for steps with `idle` idle rows.
 
-    With m idle rows and a share f of all slots in a tier, m (1 - 2 f) / 2 rows more give this tier
-    and the first one equal room for others than expected. Two standard deviations are enough: of n
-    slots, of which a share p is in use at random, that is 2 sqrt(n p (1 - p)).
+    With m idle rows, k tiers and a share f of all slots in a tier, m (1 / k - f) rows more give all
+    tiers equal room for more rows than expected. Of n slots, of which any may be in use, up to
+    sqrt(n) more are enough: that is two standard deviations or more.
     """
-    used = sum(bucket) / sum(counts)
-    rows = list(bucket)
-    for tier, count in enumerate(counts):
-        if tier == 0:
-            continue
-        centred = idle * (1 - 2 * count / sum(counts)) / 2
-        spread = 2 * math.sqrt(count * used * (1 - used))
-        moved = math.trunc(max(-spread, min(spread, centred)))
-        moved = min(moved, count - rows[tier], rows[0])
-        moved = max(moved, -rows[tier], rows[0] - counts[0])
-        rows[tier] += moved
-        rows[0] -= moved
-    return tuple(rows)
+    rows, total, tiers = list(bucket), sum(counts), sum(map(bool, counts))
+    wanted = [
+        own + min(math.sqrt(count), idle * (1 / tiers - count / total))
+        for own, count in zip(bucket, counts, strict=True)
+    ]
+
+    def excess(tier: int) -> float:
+        return rows[tier] - wanted[tier]
+
+    while True:
+        most = max((t for t, own in enumerate(rows) if own), key=excess)
+        rest = (t for t, own in enumerate(rows) if own < counts[t])
+        least = min(rest, key=excess, default=most)
+        if excess(most) - excess(least) < 2:  # else one row less and one more are nearer
+            return tuple(rows)
+        rows[most] -= 1
+        rows[least] += 1

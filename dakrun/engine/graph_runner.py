@@ -146,8 +146,12 @@ class GraphRunner:
             self.expert_use.clear()
 
     def tokens_beside(self, slots: Sequence[int], width: int) -> int:
-        """Tokens of the bucket of rows of `slots`, of `width` tokens each."""
-        return sum(self._rows.bucket(slots)) * width if slots else 0
+        """Tokens of the bucket of rows of `slots`; their drafts may be fewer than `width` says."""
+        if not slots:
+            return 0
+        bucket, verify = self._rows.bucket(slots), self._verify
+        drafted = verify.widths.get(bucket, 1) if verify else 1
+        return sum(bucket) * min(width, drafted)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:

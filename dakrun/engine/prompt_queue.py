@@ -67,11 +67,11 @@ class PromptQueue:
         return self._left > 0 or tokens >= self._runner.chunk_tokens
 
     def take_parts(self, beside: int) -> list[tuple[RequestState, Row]]:
-        """The parts of prompts that the next step computes `beside` so many tokens of a bucket.
+        """The parts of prompts of the next step, with `beside` tokens of rows, idle ones included.
 
-        Together with these they have up to chunk_tokens tokens, as many as one launch
-        multiplies, but half of that at least. A request waits for the next step if this one
-        computes its next block already, for another request of its tier.
+        Together with these they have up to chunk_tokens tokens, or half of that at least, so that
+        no launch has a few tokens alone, behind the many that one multiplies. A request waits for
+        the next step if this one computes its next block already, for another request of its tier.
         """
         most, now, parts = self._runner.chunk_tokens, time.perf_counter(), []
         room = max(most // 2, most - ceil_div(beside, LARGE_BUCKET_STEP) * LARGE_BUCKET_STEP)

@@ -60,7 +60,7 @@ class Runner(Protocol):
         ...
 
     def tokens_beside(self, slots: Sequence[int], width: int) -> int:
-        """Tokens that a pass computes for rows of `slots`, of `width` tokens each.
+        """Tokens that a pass computes for rows of `slots`, of up to `width` tokens each.
 
         Those of idle rows are included.
         """

@@ -54,10 +54,10 @@ class RemoteTier:
     """Memory behind a link. Bandwidths are in bytes/s, measured while HBM is read as well.
 
     `window_bytes` is what direct reads are to have in flight over all SMs, as near as whole stages
-    come to it; `sms` is the number of SMs that saturate the link with it. Tiers of the same `group`
-    share its total rate, that of a link or of the memory behind it. A group may have one tier: host
-    memory that is slower than the link, or of which other GPUs and the CPU take a share, limits its
-    tier to the group's rate.
+    come to it, and attention up to twice as much (kernels/attention/config.py); `sms` is the number
+    of SMs that saturate the link with it. Tiers of the same `group` share its total rate, that of a
+    link or of the memory behind it. A group may have one tier: host memory that is slower than the
+    link, or of which other GPUs and the CPU take a share, limits its tier to the group's rate.
     """
 
     name: str

@@ -176,16 +176,19 @@ class _Costs:
 
     def room(self, rows: int) -> int:
         """Tokens of prompts in a step with `rows` rows."""
-        return max(self.chunk // 2, self.chunk - rows)
+        return max(self.chunk // 2, self.chunk - self._bucket(rows))
 
     def decode(self, running: RunningRequests, steps: int, positions: int) -> float:
         """Steps of the `running` requests, which attend to so many positions in all of them."""
         rows = running.rows
-        step = min(rows, MANY_ROWS_STEP if rows > MANY_ROWS else ROWS_STEP)
-        bucket = min(self.slots, ceil_div(rows, step) * step)
-        each = self._other_s + self._times.products(bucket)
+        each = self._other_s + self._times.products(self._bucket(rows))
         each += self._prefixes(running.shared) + rows * self._row_s
         return steps * each + self._attention(positions)
+
+    def _bucket(self, rows: int) -> int:
+        """Rows that a step of `rows` computes, idle ones included."""
+        step = MANY_ROWS_STEP if rows > MANY_ROWS else min(rows, ROWS_STEP)
+        return min(self.slots, ceil_div(rows, step) * step) if rows else 0
 
     def mixed(
         self, running: RunningRequests, ends: int, spans: tuple[tuple[tuple[int, int], int], ...]

@@ -34,9 +34,14 @@ MAX_WINDOW = 4  # of a finite window, in stages: two tasks pending per warp, eac
 # A window is measured with whole stages, but the last block of a head is mostly a part of one, and
 # CTAs come to such blocks at the same time. So twice as much may be in flight, up to MAX_WINDOW: an
 # H200 read 128 slots of 260 positions, 37.5% in host memory, at 97% of the link's rate instead of
-# 93%, of 516 at 99% instead of 97%. It costs HBM up to 1 to 3% where the link is idle (0.8%; bench
-# --kernel attention --case 128:56/56:260 --ratio 0.375 and so on, 2026-11-29, at 9d81f4d4).
+# 93%, of 516 at 99% instead of 97% (bench --kernel attention --case 128:56/56:260 --ratio 0.375,
+# 2026-11-29, at 8d26f713).
 WINDOW_FACTOR = 2
+# A CTA takes this many times as long for a byte of host memory (PCIe 5.0, four CTAs) as for one of
+# HBM. Where a remote CTA has less to read, HBM limits the launch, and even waves count for more
+# than short blocks: with 0.8% of the slots in host memory, attention took 1 to 3% longer with eight
+# remote CTAs of four stages than with four.
+SLOWER_READS = 3
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,9 @@ def attention_config(
 
     `tiers` limits the SMs and the bytes in flight of each tier. Remote tiers get the SMs of their
     limit. For even waves they get fewer, if these keep as many bytes in flight and the local CTAs
-    then have less work. The local tier gets the rest, one CTA per SM. The local CTAs
-    also read the tiers mixed with the local one, up to the first tier with slots that is not.
+    then have less work. Up to WINDOW_FACTOR times the limit of bytes is in flight, in case that
+    blocks are short. The local tier gets the rest of the SMs, one CTA per SM. The local CTAs also
+    read the tiers mixed with the local one, up to the first tier with slots that is not.
     Results are bitwise equal for equal `shape` and `capacity`, the slots of the cache (those of the
     launch if not given). Use `alone` after kernels that fill an SM with one CTA each: some of these
     end early, and an SM would get two CTAs of this launch while another gets none. `reads_spilled`:
@@ -132,17 +138,18 @@ def attention_config(
     ring = card.attention_ring_bytes if is_long else card.ring_bytes
     stages = min(ATTENTION_MAX_STAGES, ring // stage_bytes(shape))
 
-    def window(tier: TierAccess, count: int) -> int:
+    def window(tier: TierAccess, count: int, factor: int = WINDOW_FACTOR) -> int:
         """Stages that each of `count` CTAs of `tier` keeps in flight."""
         if tier.window_bytes is None or not count:
             return stages
-        return _window(stages, tier.window_bytes // (stage_bytes(shape) * count))
+        return _window(stages, tier.window_bytes // (stage_bytes(shape) * count), factor)
 
-    for number, tier in enumerate(tiers[1:]):
+    for number, (tier, count) in enumerate(zip(tiers[1:], reach[mixed:], strict=True)):
         if not card.even_waves:
             continue
         rest = sms - sum(remote) + remote[number]
-        remote[number] = _even(splits, rest, remote[number], partial(window, tier))
+        others = count * shape.kv_heads * ceil_div(shape.blocks, split)
+        remote[number] = _even(splits, others, rest, remote[number], partial(window, tier))
     local = max(1, sms - sum(remote)) if slots[0] else 0
     ctas = (local, *remote)
     windows = tuple(window(tier, count) for tier, count in zip(tiers, ctas, strict=True))
@@ -180,17 +187,24 @@ def split_sizes(blocks: int, heads: int) -> tuple[int, int, int]:
     return chunk, chunk, max(1, min(CHUNK_BLOCKS[0] // chunk, int(items / (FULL * ITEMS))))
 
 
-def _even(splits: int, sms: int, limit: int, window: Callable[[int], int]) -> int:
+def _even(splits: int, others: int, sms: int, limit: int, window: Callable[[int, int], int]) -> int:
     """CTAs for a remote tier, at most `limit`, that leave the local CTAs the least work.
 
-    The local CTAs compute `splits` in total, on the SMs that the remote tier leaves of `sms`.
-    `window` gives the stages in flight per CTA for a number of CTAs. All CTAs together must keep as
-    many stages in flight as `limit` CTAs would.
+    The local CTAs compute `splits` in total, on the SMs that the remote tier leaves of `sms`; the
+    remote ones compute `others`. `window` gives the stages in flight per CTA for a number of CTAs,
+    and a factor of what whole stages need. All CTAs together must keep as many stages in flight as
+    `limit` CTAs would; where HBM limits the launch, as many as whole stages need.
     """
-    counts = (ctas for ctas in range(limit, 0, -1) if ctas * window(ctas) >= limit * window(limit))
+
+    def suffice(ctas: int) -> bool:
+        is_limit = SLOWER_READS * others / ctas > splits / max(1, sms - ctas)
+        factor = WINDOW_FACTOR if is_limit else 1
+        return ctas * window(ctas, factor) >= limit * window(limit, factor)
+
+    counts = filter(suffice, range(limit, 0, -1))
     return min(counts, key=lambda ctas: ceil_div(splits, max(1, sms - ctas)), default=limit)
 
 
-def _window(stages: int, full: int) -> int:
-    """Stages in flight of a CTA where the window has room for `full` whole ones."""
-    return stages if full >= stages else min(stages, MAX_WINDOW, max(1, WINDOW_FACTOR * full))
+def _window(stages: int, full: int, factor: int) -> int:
+    """Stages in flight of a CTA: `factor` times the `full` ones for which the window has room."""
+    return stages if full >= stages else min(stages, MAX_WINDOW, max(1, factor * full))

@@ -11,6 +11,7 @@ batch size: with everything in HBM, and for prefetch and on-demand also once for
 import gc
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -145,7 +146,7 @@ class ModelBench:
             llm.engine.prompts_first = True  # else few rows are left when the last prompt ends
             llm.engine.speculate(OFF)
             llm.engine.runner.moves_experts = False  # the plan's placement is what is measured
-            self._rounds(llm, point.batch_size)
+            ttft_s = statistics.median(self._rounds(llm, point.batch_size))
             stats, free = llm.engine.stats, self._free_bytes()
             use = llm.engine.runner.expert_use
             links = (
@@ -158,7 +159,7 @@ class ModelBench:
                 point,
                 llm.plan,
                 step_s=stats.step_s,
-                ttft_s=stats.prefill_s * point.batch_size / stats.requests,
+                ttft_s=ttft_s,
                 kv_bytes=stats.kv_bytes_read / len(stats.step_s),
                 limit_s=model_rows.limit_s(llm.plan, links, reads),
                 ceiling_bytes_per_s=links.total_rate(),
@@ -175,17 +176,21 @@ class ModelBench:
                 )
             return row, llm.plan
 
-    def _rounds(self, llm: LLM, batch_size: int) -> None:
-        """Run the batches; the engine's stats then cover the timed ones."""
+    def _rounds(self, llm: LLM, batch_size: int) -> list[float]:
+        """Run the batches: seconds of the prompts of each timed one, all of which stats cover."""
         new_tokens = self.sweep.new_tokens
         self._batch(llm, batch_size, min(WARM_UP_TOKENS, new_tokens))
         llm.engine.stats = EngineStats()
         if (use := llm.engine.runner.expert_use) is not None:
             use.clear()
-        start = time.perf_counter()
-        for done in range(self._count):
-            if not done or time.perf_counter() - start < MAX_SECONDS:
-                self._batch(llm, batch_size, new_tokens)
+        start, prompts_s = time.perf_counter(), list[float]()
+        while not prompts_s or (
+            len(prompts_s) < self._count and time.perf_counter() - start < MAX_SECONDS
+        ):
+            before = llm.engine.stats.prefill_s
+            self._batch(llm, batch_size, new_tokens)
+            prompts_s.append(llm.engine.stats.prefill_s - before)
+        return prompts_s
 
     def _batch(self, llm: LLM, batch_size: int, new_tokens: int) -> None:
         """Complete a batch of requests."""
