@@ -240,6 +240,7 @@ def test_points_planned_by_another_profile_do_not_count(
         (("--remote", "peer"), 2, "no remote tier 'peer'", "it has: host"),
         (("--remote", "host,peer"), 2, "no remote tier", "it has: host"),
         (("--profile", "nowhere"), 2, "nowhere", ""),
+        (("--profile", "dgx-spark"), 2, "dgx-spark has no tier outside HBM", "another profile"),
     ],
 )
 def test_errors(args: tuple[str, ...], code: int, said: str, hint: str, tmp_path: Path) -> None:

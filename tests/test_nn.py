@@ -150,6 +150,7 @@ def test_bad_state_dicts_are_refused_as_torch_does(change: dict[str, torch.Tenso
         ({"ratio": -0.1}, "ratio from 0 to 1, got -0.1"),
         ({"ratio": 1.01}, "ratio from 0 to 1, got 1.01"),
         ({"ratio": float("nan")}, "ratio from 0 to 1, got nan"),
+        ({"ratio": "a"}, "ratio from 0 to 1, got 'a'"),
         ({"remote": "disk"}, "host or peer:N .* 'disk'"),
         ({"remote": "peer"}, "host or peer:N .* 'peer'"),
         ({"device": "meta"}, "CPU or a CUDA GPU, got meta"),
@@ -256,6 +257,8 @@ def test_linears_that_somebody_has_changed_are_kept_and_named() -> None:
 def test_a_linear_alone_cannot_be_replaced() -> None:
     with pytest.raises(ValueError, match=r"use SplitKGEMM\.from_linear\(linear, \.\.\.\)"):
         replace_linears(nn.Linear(16, 8))
+    with pytest.raises(ValueError, match=r"expected a plan of dakrun\.plan\.make_plan, got 'x'"):
+        replace_linears(nn.Sequential(nn.Linear(16, 8)), plan="x")  # type: ignore[arg-type]
 
 
 @pytest.fixture

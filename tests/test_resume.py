@@ -186,6 +186,12 @@ def test_a_model_is_not_loaded_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert quiet.stderr == f"{said}\n"
     reported = run("--resume", "--report", "r.json", source="p.jsonl")
     assert reported.exit_code == 1 and Path("r.json").is_file()
+    Path("r.json").write_text('{"of": "the run"}')
+    with monkeypatch.context() as patch:
+        patch.setattr("dakrun.llm.LLM.__init__", lambda *_, **__: pytest.fail("is loaded"))
+        reported = run("--resume", "--report", "r.json", source="p.jsonl")
+    assert "not loaded, and r.json stays as it is\n" in reported.stderr
+    assert Path("r.json").read_text() == '{"of": "the run"}', "nothing of it is lost"
     retried = run("--resume", "--retry-failed", source="p.jsonl")
     assert "1 failed, 1 skipped" in retried.stderr
 

@@ -132,6 +132,11 @@ def evaluate(
     else:
         hardware = resolve_run_profile(profile, device, configs.values(), eprint)
         _check_device(hardware, device)
+    if not hardware.remote:
+        raise UsageError(
+            f"profile {hardware.name} has no tier outside HBM, which an evaluation compares with",
+            hint="name another profile",
+        )
     (tier,) = _one_tier(Policy(remote=(remote,)).remote_tiers(hardware), remote)
     scope = Scope(
         models=configs,

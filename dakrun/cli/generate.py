@@ -1,6 +1,7 @@
 """The command `dakrun generate`: the prompts of a file completed, on this machine or on Ray's."""
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -201,8 +202,9 @@ def generate(
             notes, finished = writer.compare(rows)
             for note in notes:
                 say(note)
-            if finished and report_path is None:
-                say("nothing is left to do, so the model is not loaded")
+            if finished and (report_path is None or os.path.exists(report_path)):
+                kept = f", and {report_path} stays as it is" if report_path else ""
+                say(f"nothing is left to do, so the model is not loaded{kept}")
                 with writer:
                     return _ended(Counts(writer.failed_before, skipped=finished), say)
         expected = reader.expected_run(max_len)

@@ -202,7 +202,7 @@ workload_options = together(
     count_option(
         "--max-model-len",
         help="Maximum tokens of a prompt and its completion together; default: the model's "
-        "positions (plan without -i: --prompt-len and --max-tokens).",
+        "positions, at most 4,096 (plan without -i: --prompt-len and --max-tokens).",
     ),
 )
 

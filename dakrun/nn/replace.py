@@ -39,6 +39,8 @@ def replace_linears(
             "expected a model that contains nn.Linear, got an nn.Linear, which cannot be replaced "
             "in place; use SplitKGEMM.from_linear(linear, ...) and put the result in its place"
         )
+    if plan is not None and not isinstance(plan, Plan):
+        raise ValueError(f"expected a plan of dakrun.plan.make_plan, got {plan!r}")
     by_name = None if plan is None else planned_options(model, plan)
     if clash := sorted(options.keys() & {"ratio", "remote", "profile"}) if plan else []:
         raise ValueError(f"expected a plan or {', '.join(clash)}, got both")

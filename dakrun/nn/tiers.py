@@ -47,8 +47,8 @@ class TieredWeight(TieredMatrix, _LikeATensor):
 
 def check_remote(ratio: float, remote: str) -> None:
     """Raise ValueError unless `ratio` is from 0 to 1 and `remote` names a remote tier."""
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"expected a ratio from 0 to 1, got {ratio}")
+    if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        raise ValueError(f"expected a ratio from 0 to 1, got {ratio!r}")
     if not re.fullmatch(r"host|peer:\d+", remote):
         raise ValueError(f"expected host or peer:N as the remote tier, got {remote!r}")
 

@@ -42,7 +42,7 @@ def parse_nodes(text: str) -> list[NodeCount]:
 
 @dataclass(frozen=True)
 class NodeForecast:
-    """Machines of one kind in a run: the plan of each, and the run of one machine's `rows`."""
+    """Machines of one kind in a run: the plan of each, and the run of one that has most `rows`."""
 
     nodes: NodeCount
     plan: Plan
@@ -57,19 +57,18 @@ class NodeForecast:
 
 @dataclass(frozen=True)
 class ClusterForecast:
-    """The predicted run of a file on several kinds of machines; it ends when the last row does."""
+    """The predicted run of a file on several kinds of machines; it ends when the last row does.
+
+    `new_tokens` are those of all rows, at most.
+    """
 
     kinds: tuple[NodeForecast, ...]
+    new_tokens: int
 
     @property
     def seconds(self) -> float:
         """Time from the first step to the last."""
         return max(kind.seconds for kind in self.kinds)
-
-    @property
-    def new_tokens(self) -> int:
-        """New tokens of all rows, at most."""
-        return sum(kind.run.new_tokens * kind.nodes.count for kind in self.kinds if kind.run)
 
     def __str__(self) -> str:
         rate = self.new_tokens / self.seconds if self.seconds else 0.0
@@ -131,7 +130,7 @@ def foretell_cluster(
             own = whole.part(part)
             run = own.forecast(plan) if own.rows else None
             kinds.append(NodeForecast(nodes, plan, round(len(own.rows) / own.share), run))
-        found_now = ClusterForecast(tuple(kinds))
+        found_now = ClusterForecast(tuple(kinds), round(whole.mean_new * whole.requests))
         if best is None or found_now.seconds < best.seconds:
             best = found_now
         speeds = [

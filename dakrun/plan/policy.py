@@ -45,6 +45,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         limits = dict.fromkeys(("hbm_budget", "host_budget", "peer_budget"), math.inf)
+        for name in limits:
+            if isinstance(text := getattr(self, name), str):
+                hint = f"{name} must be a number of bytes: 20 GiB are 20 * 2**30"
+                raise UsageError(f"{name} is {text!r}", hint=hint)
         for name, high in (limits | {"offload_ratio": 1, "kv_offload_ratio": 1}).items():
             value = check_number(name, getattr(self, name), 0, high, or_one_of=(None,))
             object.__setattr__(self, name, value)

@@ -10,7 +10,7 @@ COLUMNS = (
     Column("machines"),
     Column("batch"),
     Column("ratio"),
-    Column("rows each"),
+    Column("rows each, most"),
     Column("tokens/s each"),
     Column("time"),
     Column("waits for", "left"),
