@@ -555,3 +555,15 @@ def test_a_format_is_for_models_of_16_bits(tmp_path: Path) -> None:
     files = ("-i", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "o.jsonl"))
     refused = run("generate", "--model", str(tmp_path), "--format", "awq", *files)
     assert "--format is for random weights" in refused.stderr and refused.exit_code == 2
+
+
+def test_budgets_beyond_the_machine_are_noted() -> None:
+    """A mistyped unit gives a plan that looks fine."""
+    command = ["plan", "--model", "llama-3-8b", "--profile", "h100-pcie5", "--batch-size", "8"]
+    asked = CliRunner().invoke(main, [*command, "--hbm-budget", "500GiB", "--host-budget", "4TiB"])
+    assert asked.exit_code == 0, asked.output
+    assert "note: --hbm-budget 500.00 GiB is more than the 79." in asked.stderr
+    assert "note: --host-budget 4.00 TiB is more than the " in asked.stderr
+    assert " of profile h100-pcie5\n" in asked.stderr
+    within = CliRunner().invoke(main, [*command, "--hbm-budget", "40GiB", "--peer-budget", "9TiB"])
+    assert within.exit_code == 0 and "is more than" not in within.stderr

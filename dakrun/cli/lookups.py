@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from dakrun.cli.console import eprint
+from dakrun.units import format_bytes
 
 if TYPE_CHECKING:
     from dakrun.config import ModelConfig
     from dakrun.hardware import HardwareProfile
+    from dakrun.plan import Policy
 
 
 def resolve_model(name: str, dtype: Any, format: str = "auto") -> "ModelConfig":
@@ -34,6 +36,20 @@ def note_no_kernels(profile: "HardwareProfile") -> None:
 
     if (why := why_no_kernels(profile)) is not None:
         eprint(f"note: {why}")
+
+
+def note_larger_budgets(policy: "Policy", profile: "HardwareProfile") -> None:
+    """Say on stderr which budgets are larger than the memory of the profile's machine."""
+    peers = [tier for tier in profile.remote if tier.name.startswith("peer")]
+    hosts = [tier for tier in profile.remote if tier not in peers]
+    for option, budget, tiers in (
+        ("--hbm-budget", policy.hbm_budget, [profile.hbm_capacity_bytes]),
+        ("--host-budget", policy.host_budget, [tier.capacity_bytes for tier in hosts]),
+        ("--peer-budget", policy.peer_budget, [tier.capacity_bytes for tier in peers]),
+    ):
+        if budget is not None and tiers and budget > max(tiers):
+            asked, there = format_bytes(budget), format_bytes(max(tiers))
+            eprint(f"note: {option} {asked} is more than the {there} of profile {profile.name}")
 
 
 def resolve_run_profile(

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from dakrun.cli.console import eprint, stdout_console
-from dakrun.cli.lookups import note_no_kernels, resolve_model, resolve_profile
+from dakrun.cli.lookups import (
+    note_larger_budgets,
+    note_no_kernels,
+    resolve_model,
+    resolve_profile,
+)
 from dakrun.cli.options import (
     FILE_TOKENS,
     NEW_TOKENS,
@@ -126,6 +131,7 @@ def plan(
         return
     config = resolve_model(model, run.dtype, run.format)
     hardware = resolve_profile(str(run.profile))
+    note_larger_budgets(run.policy, hardware)
     if run.profile == "auto":
         eprint(describe_profile(hardware))
         if hardware.device == "cpu":
@@ -180,6 +186,7 @@ def _plan_nodes(
         if name not in noted:
             noted.add(name)
             note_no_kernels(hardware)
+            note_larger_budgets(run.policy, hardware)
         return decision
 
     return foretell_cluster(parse_nodes(nodes), plan_of, expected, eprint)
