@@ -211,8 +211,8 @@ def test_the_uniform_strategy_is_shown_beside_the_plan() -> None:
 
 @pytest.mark.usefixtures("unadvised")
 def test_options_reach_the_planner() -> None:
-    budget = plan_json("--hbm-budget", "20GiB", "--host-budget", "1TB")["tiers"]
-    assert [tier["budget_bytes"] for tier in budget] == [20 * 2**30, 10**12]
+    budget = plan_json("--hbm-budget", "20GiB", "--host-budget", "400GB")["tiers"]
+    assert [tier["budget_bytes"] for tier in budget] == [20 * 2**30, 4 * 10**11]
     assert plan_json("--offload-ratio", "0.25")["ratio"] == pytest.approx(0.25, abs=1e-3)
     assert plan_json("--offload-ratio", "auto") == plan_json()
     halves = plan_json("--kv-offload-ratio", "0.5")["ops"]
