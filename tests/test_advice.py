@@ -87,6 +87,9 @@ def test_following_the_advice_gives_what_it_says(
     assert ("would help" in sentence) == bool(helping)
     if helping and helping[0]["available"]:
         assert helping[0]["change"] in sentence
+        planned = plan_json(*command.split(), *helping[0]["change"].split())
+        rows = planned["workload"]["batch_size"]
+        assert f" for {rows:,} request{'s' * (rows > 1)})" in sentence
         most = helping[0]["gain"] == max(other["gain"] for other in helping)
         assert ("would help most" in sentence) == most
     assert sentence.startswith("limited by ") and "\n" not in sentence

@@ -226,14 +226,16 @@ def _more_tiers(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _text(other: Alternative) -> str:
-    """The change, its gain and its decode step."""
+    """The change, its gain and its decode step for the batch; auto may choose another one then."""
     change = other.change
     if not other.available:
         size = format_bytes(other.plan.budgets[0])
         has = format_bytes(other.plan.profile.hbm_capacity_bytes)
         change = f"{size} of HBM ({other.plan.profile.name} has {has})"
     gain = f"{1 + other.gain:.1f} times the" if other.gain >= 1 else f"{other.gain:+.0%}"
-    step = format_seconds(other.plan.predicted_s)
+    batch = other.plan.workload.batch_size
+    rows = f"{batch:,} request{'s' * (batch > 1)}"
+    step = f"{format_seconds(other.plan.predicted_s)} for {rows}"
     return f"{change} ({gain} tokens/s with prompts, decode step {step})"
 
 
