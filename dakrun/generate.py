@@ -224,6 +224,15 @@ def check_report(report: str, *, source: str, output: str, profile: str) -> None
         raise UsageError(f"{report}: the report would overwrite the profile", hint=hint)
 
 
+def is_report_of(path: str, rows: int) -> bool:
+    """Whether there is a report at `path` of a run over so many rows, those skipped included."""
+    try:
+        counts = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        return bool(counts["done"] + counts["failed"] + counts["skipped"] == rows)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def write_report(report: dict[str, Any], path: Path) -> None:
     """Write `report` as JSON. Raises CannotRun."""
     try:

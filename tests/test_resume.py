@@ -186,12 +186,16 @@ def test_a_model_is_not_loaded_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert quiet.stderr == f"{said}\n"
     reported = run("--resume", "--report", "r.json", source="p.jsonl")
     assert reported.exit_code == 1 and Path("r.json").is_file()
-    Path("r.json").write_text('{"of": "the run"}')
+    first = Path("r.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr("dakrun.llm.LLM.__init__", lambda *_, **__: pytest.fail("is loaded"))
         reported = run("--resume", "--report", "r.json", source="p.jsonl")
     assert "not loaded, and r.json stays as it is\n" in reported.stderr
-    assert Path("r.json").read_text() == '{"of": "the run"}', "nothing of it is lost"
+    assert Path("r.json").read_bytes() == first, "nothing of it is lost"
+    for other in ('{"rows": {"done": 9, "failed": 0, "skipped": 0}}', "[]", "no JSON"):
+        Path("r.json").write_text(other)
+        assert run("--resume", "--report", "r.json", source="p.jsonl").exit_code == 1
+        assert json.loads(Path("r.json").read_text())["rows"]["skipped"] == 2, "not another run's"
     retried = run("--resume", "--retry-failed", source="p.jsonl")
     assert "1 failed, 1 skipped" in retried.stderr
 

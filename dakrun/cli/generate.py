@@ -1,7 +1,6 @@
 """The command `dakrun generate`: the prompts of a file completed, on this machine or on Ray's."""
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -144,7 +143,7 @@ def generate(
 
     check_name(model, run.load_format)  # before the imports of torch, which take seconds
     from dakrun.config import model_len
-    from dakrun.generate import BatchJob, Counts, check_report, write_report
+    from dakrun.generate import BatchJob, Counts, check_report, is_report_of, write_report
     from dakrun.hardware import describe_profile
     from dakrun.llm import LLM
     from dakrun.plan.lossy import quantization_note
@@ -202,7 +201,7 @@ def generate(
             notes, finished = writer.compare(rows)
             for note in notes:
                 say(note)
-            if finished and (report_path is None or os.path.exists(report_path)):
+            if finished and (report_path is None or is_report_of(report_path, finished)):
                 kept = f", and {report_path} stays as it is" if report_path else ""
                 say(f"nothing is left to do, so the model is not loaded{kept}")
                 with writer:

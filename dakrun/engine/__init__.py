@@ -15,10 +15,10 @@ blocks to host memory and back.
 step.py has the tokens of a step; acceptance.py says which of its drafts count. A runner (runner.py)
 computes a step: graph_runner.py on the GPU's kernels (replays.py counts the graphs' replays),
 reference_runner.py in plain torch (reference_backend.py). On the GPU row_map.py has the rows of the
-batch, slot_sampling.py how their tokens are chosen, step_graphs.py the CUDA graphs of
-decode_step.py and of verify_step.py (with slot_progress.py); prefill.py computes prompts with
-prompt_attention.py and kv_writer.py, few of them in CUDA graphs (pass_graphs.py), kernel_backend.py
-launches ops, and staging.py copies remote matrices ahead.
+batch, of a size in buckets.py, slot_sampling.py how their tokens are chosen, step_graphs.py the
+CUDA graphs of decode_step.py and of verify_step.py (with slot_progress.py); prefill.py computes
+prompts with prompt_attention.py and kv_writer.py, few of them in CUDA graphs (pass_graphs.py),
+kernel_backend.py launches ops, and staging.py copies remote matrices ahead.
 
 expert_use.py counts the experts that tokens choose. By these counts expert_moves.py exchanges
 experts; on the GPU's kernels expert_copies.py copies them.
@@ -30,12 +30,13 @@ the runner that a plan asks for.
 """
 
 from dakrun.engine.admission import Admission
+from dakrun.engine.buckets import buckets, fill_order, fitting
 from dakrun.engine.build import (
     SPLITK_ROWS,
     direct_accesses,
     tier_accesses,
 )
-from dakrun.engine.decode_step import LOG_STEPS, DecodeStep, buckets, fill_order, fitting
+from dakrun.engine.decode_step import LOG_STEPS, DecodeStep
 from dakrun.engine.draft_choice import DraftChoice
 from dakrun.engine.engine import Engine
 from dakrun.engine.expert_copies import ExpertCopies

@@ -3,8 +3,8 @@
 Steps with drafts have graphs of their own. The layers of a small step with parts of prompts are a
 graph, too; larger ones are launched op by op. Knows rows and slots. row_map.py says which rows of
 the batch the slots have, slot_sampling.py how their tokens are chosen. step_graphs.py has the
-graphs, decode_step.py the launches of a decode step, verify_step.py those of a step with drafts,
-prefill.py those of prompts.
+graphs, buckets.py the numbers of rows that they are captured for, decode_step.py the launches of a
+decode step, verify_step.py those of a step with drafts, prefill.py those of prompts.
 """
 
 from collections import deque
@@ -15,13 +15,8 @@ from typing import Any
 import torch
 
 from dakrun.engine.adjustments import History
-from dakrun.engine.decode_step import (
-    IDLE,
-    Bucket,
-    DecodeStep,
-    buckets,
-    fill_order,
-)
+from dakrun.engine.buckets import Bucket, buckets, fill_order
+from dakrun.engine.decode_step import IDLE, DecodeStep
 from dakrun.engine.expert_copies import ExpertCopies
 from dakrun.engine.expert_moves import ExpertMoves
 from dakrun.engine.expert_use import ExpertUse
@@ -37,9 +32,7 @@ from dakrun.engine.step_graphs import StepGraphs
 from dakrun.engine.verify_step import VerifyStep
 from dakrun.geometry import GRAPHED_ROWS, KV_BLOCK
 from dakrun.kernels.attention import KVShape
-from dakrun.kernels.runtime import (
-    replay_seconds,
-)
+from dakrun.kernels.runtime import replay_seconds
 from dakrun.memory.device import upload
 from dakrun.models.modules import Fused
 from dakrun.plan import DraftForecast, drafts_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from dakrun.engine.admission import Admission
-from dakrun.engine.decode_step import LARGE_BUCKET_STEP
+from dakrun.engine.buckets import LARGE_BUCKET_STEP
 from dakrun.engine.progress import RequestState
 from dakrun.engine.runner import Runner
 from dakrun.engine.step import Row

@@ -6,7 +6,8 @@ KV blocks, no graphs.
 
 from collections.abc import Iterable, Sequence
 
-from dakrun.engine.decode_step import IDLE, Bucket, DecodeStep, fitting
+from dakrun.engine.buckets import Bucket, fitting
+from dakrun.engine.decode_step import IDLE, DecodeStep
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.step import Row
 from dakrun.kernels.attention import RowGroup, SharedPrefix, shared_prefixes

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from dakrun.engine.decode_step import Bucket, DecodeStep
+from dakrun.engine.buckets import Bucket
+from dakrun.engine.decode_step import DecodeStep
 from dakrun.engine.staging import Staging
 from dakrun.engine.verify_step import VerifyStep
 from dakrun.kernels.runtime import capture, edge_kinds, graph_edges, programmatic_lead

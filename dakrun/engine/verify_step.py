@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from dakrun.drafts import LEAST_CHANCE, CommonToken, DraftLengths
-from dakrun.engine.decode_step import IDLE, LOG_STEPS, Bucket, DecodeStep, StepRows
+from dakrun.engine.buckets import Bucket
+from dakrun.engine.decode_step import IDLE, LOG_STEPS, DecodeStep, StepRows
 from dakrun.engine.kv_cache import KVCache
 from dakrun.engine.slot_progress import SlotProgress, end_of
 from dakrun.engine.step import Accepted, Row, Step
